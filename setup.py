@@ -8,7 +8,7 @@ The extension is compiled against the torch that is installed, so it is built wi
     pip install torch==2.13.0 setuptools wheel ninja pybind11
     pip install --no-build-isolation -e '.[embedded,dev]'
 
-DEADPOOL_BUILD_EXT=0 leaves the extension out; anything that only looks at the package is then built in seconds.
+DEADPOOL_BUILD_EXT=0 leaves the extension out: enough for whoever only looks at the package, and quick.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    # One root for everything: the editable install is then a plain path entry, which type checkers follow too.
+    # One root for all: the editable install is then a plain path entry, which type checkers follow too.
     package_dir={"": "."},
     packages=find_packages(include=["deadpool", "deadpool.*"]),
     package_data={"deadpool": ["py.typed"], "deadpool.plugins": ["README.md"]},
