@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +54,20 @@ def extension() -> dict[str, Any]:
     if not sources:
         return _without_extension(f"there is no source in {SOURCES}")
     try:
-        from torch.utils.cpp_extension import BuildExtension, CppExtension
+        cpp: Any = import_module("torch.utils.cpp_extension")
     except ImportError as error:
         return _without_extension(
             f"torch cannot be imported in the build environment ({error}); "
             "install torch first, then DeadPool with `pip install --no-build-isolation`"
         )
-    native = CppExtension(
+    native = cpp.CppExtension(
         name="deadpool.communicator._native",
         sources=sources,
         depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / SOURCES).glob("*.h*")),
         include_dirs=[str(ROOT / SOURCES)],
-        extra_compile_args=["-O2", "-g0", "-Wall", "-Wno-unknown-pragmas"],
+        extra_compile_args=["-O2", "-g0"],
     )
-    return {"ext_modules": [native], "cmdclass": {"build_ext": BuildExtension}}
+    return {"ext_modules": [native], "cmdclass": {"build_ext": cpp.BuildExtension}}
 
 
 def _without_extension(reason: str) -> dict[str, Any]:

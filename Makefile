@@ -1,0 +1,60 @@
+# Each target sets up .venv by itself: `make demo` and `make test` are all that a fresh machine needs besides
+# Python 3.11 or later with its headers, make and a C++20 compiler.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+# Handed to pip together with torch: for instance the index of the builds for your accelerator, or of the CPU builds.
+TORCH_PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE := $(wildcard deadpool/communicator/csrc/*)
+
+.PHONY: help setup demo test test-full lint format clean
+
+help:
+	@echo 'make demo       train under host losses and compare with an undisturbed run, bit for bit'
+	@echo 'make test       lint and the tests, without the long cases'
+	@echo 'make test-full  the long cases'
+	@echo 'make lint       ruff and mypy'
+	@echo 'make format     ruff format'
+	@echo 'make clean      remove what was built here, .venv included'
+
+setup: $(VENV)/installed
+
+# torch first: the extension is compiled against it, and DeepSpeed looks for it while it is installed.
+$(VENV)/torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check $(TORCH) setuptools wheel ninja pybind11 $(TORCH_PIP_ARGS)
+	@touch $@
+
+$(VENV)/installed: $(VENV)/torch setup.py pyproject.toml $(NATIVE)
+	$(BIN)/pip install --disable-pip-version-check --no-build-isolation -e '.[embedded,deepspeed,megatron,dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/deadpool verify --standalone --nnodes 3 --spares 2 \
+	  --inject host-loss:rank=1@step=12,at=collective=2 \
+	  --inject host-stop:rank=0@step=27 \
+	  examples/train_gpt.py --steps 40
+
+test: lint
+	$(BIN)/python -m pytest -m 'not full' $(PYTEST_ARGS)
+
+test-full: setup
+	$(BIN)/python -m pytest -m full $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f deadpool/communicator/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
