@@ -1,4 +1,4 @@
-"""What every test stands under: no skip passes unseen in CI, and nothing outlives the test that started it."""
+"""What every test stands under: no skip passes unseen in CI, and nothing outlives its test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LASTING_THREADS = ("TMonitor", "tqdm")
 _LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 _CHECKED_DESCRIPTORS = ("socket:", "/memfd:", "anon_inode:[pidfd]")
-"""Kinds of descriptors that a test must close; libraries keep others (files, event queues) for good reasons."""
+"""Kinds of descriptors that a test must close; libraries keep others (files, event queues) rightly."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
