@@ -1,6 +1,6 @@
 """Configuration of a job: one frozen dataclass per component, read once, the origin of every value kept.
 
-Precedence: default < TOML < environment < command line. A field `progress_timeout_s` of the section `liveness`
+Precedence: default < TOML < environment < command line. A field `progress_timeout_s` of section `liveness`
 is `progress_timeout_s` under `[liveness]` in TOML, `DEADPOOL_LIVENESS_PROGRESS_TIMEOUT_S` in the environment
 and, where its declaration names a flag, `--progress-timeout-s` on the command line. Flags and help texts are
 declared here, once; `deadpool.cli.options` makes the command line from them.
