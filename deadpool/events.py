@@ -1,8 +1,8 @@
 """Every event worth a line, and the log that writes them: JSON lines to a file, chosen ones to the console.
 
 An event is a change of phase or state, never something that happens each step, except `snapshot.committed`
-and `snapshot.refused`, which go to the file only. Recovery times, `deadpool verify` and the report are computed
-from these files, so a name or field listed here is an interface.
+and `snapshot.refused`, which go to the file only. Recovery times, `deadpool verify` and the report come out
+of these files, so a name or field listed here is an interface.
 
 `monotonic_s` is CLOCK_BOOTTIME: comparable between the processes of one machine, and it runs on while the
 machine sleeps. Between machines only `wall_s` can be compared, as far as their clocks agree.

@@ -1,0 +1,102 @@
+"""How the commands find a running job on this machine: one file per job in the user's runtime directory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from deadpool.errors import ConfigError
+
+
+class JobFile(msgspec.Struct, frozen=True, kw_only=True):
+    """`<runtime dir>/deadpool/<job id>.json`, mode 0600: it holds the job's token."""
+
+    job_id: str
+    token: str  # a status request that does not show it is not answered
+    run_dir: str
+    pid: int  # the launcher
+    etcd: tuple[str, ...] = ()
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    user: str = ""
+    password: str = ""
+    members_hint: tuple[str, ...] = ()  # address:control_port of agents known to the launcher
+
+
+def runtime_dir(environment: Mapping[str, str] = os.environ) -> Path:
+    """Folder of the job files: XDG_RUNTIME_DIR, else /run/user/<uid>, else the temporary folder.
+
+    The last one is shared by all users, so the name then carries the user id.
+    """
+    named = environment.get("XDG_RUNTIME_DIR", "")
+    if named and os.access(named, os.W_OK):
+        return Path(named) / "deadpool"
+    usual = Path(f"/run/user/{os.getuid()}")
+    if os.access(usual, os.W_OK):
+        return usual / "deadpool"
+    return Path(tempfile.gettempdir()) / f"deadpool-{os.getuid()}"
+
+
+def write_job_file(job: JobFile, folder: Path | None = None) -> Path:
+    """Write the file of a job, readable by its user only; returns its path.
+
+    Raises:
+        ConfigError: the folder belongs to somebody else, who could read the token or forge the file.
+    """
+    folder = folder or runtime_dir()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise ConfigError([f"{folder} belongs to another user: set XDG_RUNTIME_DIR to a folder of your own"])
+    path = folder / f"{job.job_id}.json"
+    temporary = folder / f".{job.job_id}.{os.getpid()}.tmp"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with open(fd, "wb") as file:
+        file.write(msgspec.json.encode(job))
+    os.replace(temporary, path)
+    return path
+
+
+def find_job(job_id: str | None, folder: Path | None = None) -> JobFile:
+    """The file of a job; without an id, the only job that runs.
+
+    Raises:
+        ConfigError: no such job, or several and no id.
+    """
+    folder = folder or runtime_dir()
+    if job_id is not None:
+        job = _read(folder / f"{Path(job_id).name}.json")
+        if job is None:
+            running = ", ".join(sorted(found.job_id for found in _all_jobs(folder))) or "none"
+            raise ConfigError([f"no job {job_id!r} on this machine ({folder}); known jobs: {running}"])
+        return job
+    running_jobs = [found for found in _all_jobs(folder) if is_running(found.pid)]
+    if len(running_jobs) == 1:
+        return running_jobs[0]
+    if not running_jobs:
+        raise ConfigError([f"no job runs on this machine ({folder})"])
+    ids = ", ".join(sorted(found.job_id for found in running_jobs))
+    raise ConfigError([f"several jobs run on this machine, name one: {ids}"])
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of this id exists."""
+    return pid > 0 and Path(f"/proc/{pid}").exists()
+
+
+def _all_jobs(folder: Path) -> list[JobFile]:
+    found = (_read(path) for path in sorted(folder.glob("*.json"))) if folder.is_dir() else ()
+    return [job for job in found if job is not None]
+
+
+def _read(path: Path) -> JobFile | None:
+    try:
+        if path.stat().st_uid != os.getuid():
+            return None  # not ours: its token would be somebody else's bait
+        return msgspec.json.decode(path.read_bytes(), type=JobFile)
+    except (OSError, msgspec.MsgspecError):
+        return None  # gone meanwhile, or half a file of a crashed machine
