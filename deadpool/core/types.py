@@ -81,6 +81,7 @@ class View:
     rollback: Name | None = None  # fixed once per generation, when RESTORING is published
     source: Source = Source.MEMORY
     rendezvous: MemberId = ""  # agent that hosts the communicators' bootstrap store
+    holders: tuple[tuple[int, ...], ...] = ()  # [n_slots] slot -> slots that hold its copies
     reason: str = ""  # one sentence for the operator
     exit_code: int | None = None  # set with FINISHED and HALTED
 
@@ -146,3 +147,4 @@ class Ack:
     lost_ranks: tuple[int, ...] = ()  # own ranks whose worker is gone ("rank r lost, copies kept")
     last_step: int = 0  # newest step that any own rank finished
     seconds: tuple[tuple[str, float], ...] = ()  # phase name -> seconds (fetch, rebuild, restore)
+    groups: tuple[ReplicatedGroup, ...] = ()  # with ABORTING: replicated groups of the own ranks' layouts
