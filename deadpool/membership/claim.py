@@ -1,0 +1,169 @@
+"""Claiming a job id: is it free, our own, taken by a live job, or only littered by a dead one?
+
+[Note: what proves that a job lives]
+    A key with a lease proves nothing for up to one TTL: its agent may have been killed a moment ago. A
+    missing key proves nothing either: etcd may have been frozen for longer than the TTL, and every agent of a
+    healthy job is about to enrol again. Only a renewal proves life: a lease that has more time left than it
+    could have without one, or that is new. One TTL without a renewal proves death, because agents renew three
+    times in that span.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from deadpool.core.types import Phase, View
+from deadpool.errors import ConfigError
+from deadpool.membership.lease import boottime_s
+from deadpool.membership.records import JobClaim
+from deadpool.membership.registry import Registry, decode_record
+from deadpool.membership.store import (
+    KeyRange,
+    KeyValue,
+    LeaseId,
+    Write,
+    is_empty,
+    is_modified_at,
+    prefix_range,
+)
+
+_POLL_S = 0.1
+_T = TypeVar("_T")
+_ROUNDING_S = 1.0  # etcd tells whole seconds left to a lease, rounded down
+
+
+def claim_job(
+    registry: Registry,
+    claim: JobClaim,
+    ttl_s: float,
+    *,
+    clock: Callable[[], float] = boottime_s,
+    pause: Callable[[float], object] | None = None,
+) -> JobClaim:
+    """Claim the job id, or join the job that has it; delete the leftovers of a dead one.
+
+    Takes one round trip for a new job, and for agents launched together (equal `run_id`). Otherwise it waits
+    for a proof of life or death, at most one TTL.
+
+    Args:
+        registry: of the job id.
+        claim: who we are. `run_id` is equal for all agents of one launch and never used again; "" if there is
+            no such thing, then an agent joins while the job has fewer than `n_members` members.
+        ttl_s: TTL of this job's leases.
+        clock: seconds, for the wait.
+        pause: waits that many seconds between two looks.
+
+    Returns:
+        The claim that holds: ours, or that of the job we joined.
+
+    Raises:
+        ConfigError: a live job has this id.
+        StoreUnavailable: the store cannot be reached.
+    """
+    sight = _Sight(registry=registry, clock=clock, began_s=clock(), patience_s=ttl_s)
+    wait = pause or threading.Event().wait
+    while True:
+        pairs, _ = registry.store.get_prefix(registry.prefix)
+        held = _find(pairs, registry.job_key, JobClaim)
+        if held is None:
+            if not pairs and _write_claim(registry, claim, held_revision=0):
+                return claim
+            if pairs and sight.is_dead(pairs):
+                _write_claim(registry, claim, held_revision=0)
+        else:
+            found, revision = held
+            joined = _join(registry, claim, found, pairs, sight)
+            if joined is not None:
+                return joined
+            if sight.is_dead(pairs) and _write_claim(registry, claim, held_revision=revision):
+                return claim
+        wait(_POLL_S)
+
+
+def _join(
+    registry: Registry, claim: JobClaim, found: JobClaim, pairs: list[KeyValue], sight: _Sight
+) -> JobClaim | None:
+    """Join the job that has the id, or refuse, once either is certain; None while it is not."""
+    if claim.run_id and claim.run_id == found.run_id:
+        return found
+    may_be_ours = not claim.run_id or not found.run_id
+    n_members = sum(pair.key.startswith(registry.members_prefix) for pair in pairs)
+    view = _find(pairs, registry.view_key, View)
+    if may_be_ours and view is None and n_members < found.n_members:
+        return found  # it is still gathering
+    if not sight.is_alive(pairs):
+        return None
+    if may_be_ours and n_members < found.n_members and not _has_ended(pairs, registry):
+        return found
+    raise ConfigError(
+        [
+            f"job id {registry.job_id!r} belongs to a live job ({n_members} of {found.n_members} members, "
+            f"started by {found.claimed_by}). Choose another --job-id, or end that job first"
+        ]
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sight:
+    """What repeated looks at the leases of a job have shown."""
+
+    registry: Registry
+    clock: Callable[[], float]
+    began_s: float
+    patience_s: float
+    first: dict[LeaseId, tuple[float, float]] = field(default_factory=dict)  # lease -> (when, seconds left)
+    looks: int = 0
+
+    def is_alive(self, pairs: list[KeyValue]) -> bool:
+        """Whether some lease was renewed, or granted, since the first look."""
+        self.looks += 1
+        for lease in sorted({pair.lease for pair in pairs if pair.lease}):
+            now_s = self.clock()
+            left_s = self.registry.store.lease_remaining_s(lease)
+            if lease not in self.first:
+                self.first[lease] = (now_s, left_s)
+                self.patience_s = max(self.patience_s, left_s)
+                if self.looks > 1 and left_s > 0:
+                    return True
+            when_s, first_left_s = self.first[lease]
+            if left_s > first_left_s + _ROUNDING_S - (now_s - when_s):
+                return True
+        return False
+
+    def is_dead(self, pairs: list[KeyValue]) -> bool:
+        """Whether nobody renewed for long enough."""
+        if any(pair.lease for pair in pairs):
+            return False
+        if _has_ended(pairs, self.registry):
+            return True  # nobody comes back to a job that has published its end
+        return self.clock() >= self.began_s + self.patience_s + _ROUNDING_S
+
+
+def _has_ended(pairs: list[KeyValue], registry: Registry) -> bool:
+    view = _find(pairs, registry.view_key, View)
+    return view is not None and view[0].phase in (Phase.FINISHED, Phase.HALTED)
+
+
+def _write_claim(registry: Registry, claim: JobClaim, held_revision: int) -> bool:
+    """Write our claim and delete all else, unless somebody was faster or a member came back."""
+    after_job_key = KeyRange(start=registry.job_key + "\0", end=prefix_range(registry.prefix).end)
+    return (
+        registry.store.transaction(
+            [is_modified_at(registry.job_key, held_revision), is_empty(registry.members_prefix)],
+            [Write(key=registry.job_key, value=msgspec.json.encode(claim))],
+            [KeyRange(start=registry.prefix, end=registry.job_key), after_job_key],
+        )
+        is not None
+    )
+
+
+def _find(pairs: list[KeyValue], key: str, kind: type[_T]) -> tuple[_T, int] | None:
+    for pair in pairs:
+        if pair.key == key:
+            return decode_record(pair, kind), pair.mod_revision
+    return None

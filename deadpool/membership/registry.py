@@ -1,0 +1,388 @@
+"""The records of one job in the membership store: their keys, their encoding, and the guards of each write.
+
+Keys, under /deadpool/<job id>/:
+    job                             the claim: who this job is; written once, by the first agent
+    members/<member>                lives with the member's lease
+    leader                          lives with the leader's lease; its create revision is the term
+    view                            written by the leader only, by compare-and-swap
+    acks/<generation>/<phase>/<member>   faults/<generation>/<member>   finished/<generation>/<member>
+    quarantine/<host>   recoveries/<generation>
+Generations in keys have ten digits, so that older ones are one range.
+
+[Note: two kinds of missing key]
+    A member's key that is gone means that its lease ended: the host died, or etcd was away for longer than
+    the TTL. A View never goes away while its job lives. The job is dead only if NOBODY enrols for a whole TTL
+    (`claim.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from deadpool.core.types import Ack, Fault, Member, MemberId, View
+from deadpool.errors import Fenced, LeaseLost, MembershipError, StoreUnavailable
+from deadpool.membership.records import (
+    AckPut,
+    FaultPut,
+    Finished,
+    FinishedPut,
+    Leader,
+    LeaderGone,
+    LeaderPut,
+    MemberGone,
+    MemberPut,
+    Quarantine,
+    QuarantineGone,
+    QuarantinePut,
+    RegistryEvent,
+    StoreLost,
+    StoreReached,
+    Term,
+    ViewGone,
+    ViewPut,
+)
+from deadpool.membership.store import (
+    KeyDeleted,
+    KeyPut,
+    KeyRange,
+    KeyValue,
+    Lease,
+    MembershipStore,
+    Watch,
+    WatchConnected,
+    WatchEvent,
+    WatchInterrupted,
+    Write,
+    is_absent,
+    is_created_at,
+    is_empty,
+    is_modified_at,
+    is_present,
+)
+
+ROOT = "/deadpool/"
+_DETAIL_CHARS = 16 << 10
+"""A fault's traceback is cut to its end: many hosts fail at once, and etcd holds it for every watcher."""
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.json.encode
+_T = TypeVar("_T")
+
+
+class Registry:
+    """Typed access to the records of one job. Holds no state but the names; safe from several threads."""
+
+    def __init__(self, store: MembershipStore, job_id: str) -> None:
+        self.store = store
+        self.job_id = job_id
+        self.prefix = f"{ROOT}{job_id}/"
+        self.members_prefix = f"{self.prefix}members/"
+        self.job_key = f"{self.prefix}job"
+        self.view_key = f"{self.prefix}view"
+        self._leader_key = f"{self.prefix}leader"
+
+    # Members
+
+    def register(self, member: Member, lease: Lease) -> None:
+        """Enrol a new incarnation.
+
+        Raises:
+            MembershipError: the id is taken; an incarnation registers once.
+        """
+        key = self._member_key(member.id)
+        if (
+            self.store.transaction([is_absent(key)], [Write(key=key, value=_encode(member), lease=lease.id)])
+            is None
+        ):
+            found = self.store.get(key)
+            if found is None or found.lease != lease.id:  # else: an earlier try whose answer was lost
+                raise MembershipError(f"member id {member.id} is already registered in job {self.job_id}")
+
+    def register_again(self, member: Member, lease: Lease, *, holds_slot: bool) -> None:
+        """Enrol the same incarnation with a new lease, after the store ended the one before.
+
+        A member that held a slot may only come back if the View still lists it: otherwise it was replaced
+        meanwhile.
+
+        Args:
+            member: as registered before.
+            lease: the new lease.
+            holds_slot: whether the newest View this agent obeyed has it in a slot, or leaving.
+
+        Raises:
+            Fenced: the member was replaced, or its job is gone.
+        """
+        write = Write(key=self._member_key(member.id), value=_encode(member), lease=lease.id)
+        while True:
+            view, revision = self.view()
+            if holds_slot and view is None:
+                raise Fenced(f"job {self.job_id} has no View any more; member {member.id} must end")
+            if holds_slot and view is not None and member.id not in (*view.slots, *view.leaving):
+                raise Fenced(
+                    f"member {member.id} was replaced while its lease had ended (View of generation {view.generation}: "
+                    f"{view.reason}); it must write nothing and come back as a new incarnation"
+                )
+            if self.store.transaction([is_modified_at(self.view_key, revision)], [write]) is not None:
+                return
+
+    def members(self) -> tuple[Member, ...]:
+        """Members whose lease is good, in order of registration."""
+        pairs, _ = self.store.get_prefix(self.members_prefix)
+        ordered = sorted(pairs, key=lambda pair: pair.create_revision)
+        found = (_decode_or_warn(pair, Member) for pair in ordered)
+        return tuple(member for member in found if member is not None)
+
+    def evict(self, member_id: MemberId) -> bool:
+        """End the lease of a member whose silence is confirmed, so that nobody waits for it to run out.
+
+        Takes its leadership with it. Returns False if it has no lease any more.
+        """
+        pair = self.store.get(self._member_key(member_id))
+        if pair is None:
+            return False
+        self.store.lease_revoke(pair.lease)
+        return True
+
+    # Leadership and View
+
+    def campaign(self, member_id: MemberId, lease: Lease) -> Term | None:
+        """Become leader if there is none.
+
+        Returns:
+            The term, also if this member leads already with this lease; None if another member leads.
+        """
+        value = _encode(Leader(member=member_id))
+        write = Write(key=self._leader_key, value=value, lease=lease.id)
+        try:
+            # A member that is not enrolled cannot lead: it may have been replaced.
+            term = self.store.transaction(
+                [is_absent(self._leader_key), is_present(self._member_key(member_id))], [write]
+            )
+        except StoreUnavailable:
+            term = None  # it may have been applied; the reading below tells, or raises
+        if term is not None:
+            return term
+        found = self.store.get(self._leader_key)
+        if found is not None and found.value == value and found.lease == lease.id:
+            return found.create_revision
+        return None
+
+    def leader(self) -> tuple[MemberId, Term] | None:
+        """Who leads, and its term."""
+        pair = self.store.get(self._leader_key)
+        return None if pair is None else (decode_record(pair, Leader).member, pair.create_revision)
+
+    def publish_view(self, view: View, expected_revision: int, term: Term) -> int | None:
+        """Replace the View, if it is still the one that was read and this term still leads.
+
+        Args:
+            view: the new View.
+            expected_revision: revision of the View it was decided upon; 0 for the first.
+            term: as returned by `campaign`.
+
+        Returns:
+            The revision of the new View, or None if either guard failed: read again before deciding again.
+        """
+        value = _encode(view)
+        guards = [is_modified_at(self.view_key, expected_revision), is_created_at(self._leader_key, term)]
+        try:
+            return self.store.transaction(guards, [Write(key=self.view_key, value=value)])
+        except StoreUnavailable:
+            # Perhaps it was applied and only the answer was lost. If so it must not be published a second
+            # time.
+            found = self.store.get(self.view_key)
+            if found is not None and found.mod_revision > expected_revision and found.value == value:
+                return found.mod_revision
+            raise
+
+    def view(self) -> tuple[View | None, int]:
+        """The View and its revision; (None, 0) before the first."""
+        pair = self.store.get(self.view_key)
+        return (None, 0) if pair is None else (decode_record(pair, View), pair.mod_revision)
+
+    # Reports of members
+
+    def put_ack(self, ack: Ack) -> None:
+        """Record an ack; a repetition replaces it.
+
+        Raises:
+            LeaseLost: the member is not registered (any more): only registered members write. Try again once
+            it is.
+        """
+        self._put_as_member(ack.member, f"acks/{_digits(ack.generation)}/{ack.phase.value}/{ack.member}", ack)
+
+    def put_fault(self, fault: Fault) -> None:
+        """Record a fault; a later one of the same member and generation replaces it. Raises as `put_ack`."""
+        short = replace(fault, detail=fault.detail[-_DETAIL_CHARS:])
+        self._put_as_member(fault.member, f"faults/{_digits(fault.generation)}/{fault.member}", short)
+
+    def put_finished(self, member_id: MemberId, generation: int) -> None:
+        """Record that all ranks of a member finished. Raises as `put_ack`."""
+        finished = Finished(member=member_id, generation=generation)
+        self._put_as_member(member_id, f"finished/{_digits(generation)}/{member_id}", finished)
+
+    def acks(self, generation: int) -> tuple[Ack, ...]:
+        """All acks of one generation."""
+        return self._list(f"acks/{_digits(generation)}/", Ack)
+
+    def faults(self, generation: int) -> tuple[Fault, ...]:
+        """All faults of one generation."""
+        return self._list(f"faults/{_digits(generation)}/", Fault)
+
+    def finished(self, generation: int) -> tuple[MemberId, ...]:
+        """Members that finished in one generation."""
+        return tuple(each.member for each in self._list(f"finished/{_digits(generation)}/", Finished))
+
+    # What outlives a generation
+
+    def put_quarantine(self, quarantine: Quarantine) -> None:
+        """Keep a host out of further placement."""
+        self.store.put(f"{self.prefix}quarantine/{quarantine.host}", _encode(quarantine))
+
+    def quarantined(self) -> tuple[Quarantine, ...]:
+        return self._list("quarantine/", Quarantine)
+
+    def put_recovery(self, generation: int, summary: Mapping[str, Any]) -> None:
+        """Keep the summary of a recovery for status and report."""
+        self.store.put(f"{self.prefix}recoveries/{_digits(generation)}", _encode(dict(summary)))
+
+    def recoveries(self) -> tuple[dict[str, Any], ...]:
+        return self._list("recoveries/", dict[str, Any])
+
+    # Clean-up
+
+    def clean(self, before_generation: int) -> None:
+        """Delete acks, faults and finish records of older generations."""
+        folders = (f"{self.prefix}{folder}/" for folder in ("acks", "faults", "finished"))
+        ranges = [
+            KeyRange(start=f"{folder}{_digits(0)}", end=f"{folder}{_digits(before_generation)}")
+            for folder in folders
+        ]
+        self.store.transaction([], deletes=ranges)
+
+    def erase(self) -> None:
+        """Delete everything of this job."""
+        self.store.delete_prefix(self.prefix)
+
+    def erase_if_last(self) -> bool:
+        """Delete everything of this job if no member is left; call it after ending the own lease."""
+        everything = KeyRange(start=self.prefix, end=self.prefix[:-1] + "0")  # '0' follows '/'
+        return self.store.transaction([is_empty(self.members_prefix)], deletes=[everything]) is not None
+
+    # Watching
+
+    def watch(self, on_event: Callable[[RegistryEvent], None]) -> Watch:
+        """Report all records in order of writing, then StoreReached, then every change.
+
+        `on_event` runs on a thread of the watch: hand over and return. Records of an unknown form are logged
+        and left out.
+        """
+        return self.store.watch(self.prefix, lambda event: self._translate(event, on_event))
+
+    def _translate(self, event: WatchEvent, on_event: Callable[[RegistryEvent], None]) -> None:
+        made: RegistryEvent | None
+        match event:
+            case KeyPut(pair=pair):
+                made = self._from_put(pair)
+            case KeyDeleted(key=key):
+                made = self._from_delete(key)
+            case WatchConnected(revision=revision):
+                made = StoreReached(revision=revision)
+            case WatchInterrupted(problem=problem):
+                made = StoreLost(problem=problem)
+        if made is not None:
+            on_event(made)
+
+    def _from_put(self, pair: KeyValue) -> RegistryEvent | None:
+        folder, _, _ = pair.key.removeprefix(self.prefix).partition("/")
+        match folder:
+            case "members":
+                member = _decode_or_warn(pair, Member)
+                return MemberPut(member=member, lease=pair.lease) if member else None
+            case "leader":
+                leader = _decode_or_warn(pair, Leader)
+                return LeaderPut(member_id=leader.member, term=pair.create_revision) if leader else None
+            case "view":
+                view = _decode_or_warn(pair, View)
+                return ViewPut(view=view, revision=pair.mod_revision) if view else None
+            case "acks":
+                ack = _decode_or_warn(pair, Ack)
+                return AckPut(ack=ack) if ack else None
+            case "faults":
+                fault = _decode_or_warn(pair, Fault)
+                return FaultPut(fault=fault) if fault else None
+            case "finished":
+                finished = _decode_or_warn(pair, Finished)
+                return (
+                    FinishedPut(member_id=finished.member, generation=finished.generation)
+                    if finished
+                    else None
+                )
+            case "quarantine":
+                quarantine = _decode_or_warn(pair, Quarantine)
+                return QuarantinePut(quarantine=quarantine) if quarantine else None
+            case _:
+                return None  # job and recoveries are read when they are needed
+
+    def _from_delete(self, key: str) -> RegistryEvent | None:
+        folder, _, rest = key.removeprefix(self.prefix).partition("/")
+        match folder:
+            case "members":
+                return MemberGone(member_id=rest)
+            case "leader":
+                return LeaderGone()
+            case "view":
+                return ViewGone()
+            case "quarantine":
+                return QuarantineGone(host=rest)
+            case _:
+                return None  # cleaned up
+
+    def _member_key(self, member_id: MemberId) -> str:
+        return f"{self.members_prefix}{member_id}"
+
+    def _put_as_member(self, member_id: MemberId, key: str, record: object) -> None:
+        write = Write(key=f"{self.prefix}{key}", value=_encode(record))
+        guard = is_present(self._member_key(member_id))
+        try:
+            written = self.store.transaction([guard], [write])
+        except StoreUnavailable:
+            written = self.store.transaction([guard], [write])  # the same record again does no harm
+        if written is None:
+            raise LeaseLost(
+                f"member {member_id} is not registered in job {self.job_id}; {key} was not written"
+            )
+
+    def _list(self, folder: str, kind: type[_T]) -> tuple[_T, ...]:
+        pairs, _ = self.store.get_prefix(f"{self.prefix}{folder}")
+        found = (_decode_or_warn(pair, kind) for pair in pairs)
+        return tuple(record for record in found if record is not None)
+
+
+def _digits(generation: int) -> str:
+    return f"{generation:010d}"
+
+
+def decode_record(pair: KeyValue, kind: type[_T]) -> _T:
+    """Decode one record.
+
+    Raises:
+        MembershipError: it has another form, as written by another version.
+    """
+    try:
+        return msgspec.json.decode(pair.value, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MembershipError(f"the record {pair.key} cannot be read as {kind.__name__}: {error}") from error
+
+
+def _decode_or_warn(pair: KeyValue, kind: type[_T]) -> _T | None:
+    try:
+        return decode_record(pair, kind)
+    except MembershipError as error:
+        _log.warning("%s; it is left out (do all hosts run the same version of DeadPool?)", error)
+        return None
