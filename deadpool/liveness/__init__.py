@@ -1,0 +1,1 @@
+"""Detection: child exit, silence between hosts, progress of workers, self-test of spares."""
