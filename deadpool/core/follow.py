@@ -1,4 +1,4 @@
-"""The follower's machine of named capture: one agent, all its ranks. Pure. Rules and messages are in commit.py.
+"""The follower of named capture: one agent, all its ranks. Pure. Rules and messages are in commit.py.
 
 `follow` says which bank the worker captures into, what is streamed to the holder when, and what is reported.
 """
