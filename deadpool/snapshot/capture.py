@@ -1,0 +1,331 @@
+"""Copy of the live tensors into a bank, off the critical path.
+
+[Note: why one call in one thread]
+Parameters and optimizer state change only inside `optimizer.step`, so the copy of step s may run during
+the forward and backward of step s+1, straight from the live tensors. On a CPU it is ONE
+`torch._foreach_copy_` in one background thread: hundreds of single copies beside a Python training thread
+took 1,487 ms instead of 27, a GIL hand-over of 5 ms each. The thread copies with one intra-op thread,
+because a second OpenMP pool beside the training's own would fight for the same cores. The optimizer's
+pre-hook waits for the copy.
+
+What a forward may write (buffers) is copied at the boundary, on the training thread. A tensor that
+changes during the copy after all is found by its version counter, and the copy does not count.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from deadpool.errors import LayoutMismatch, SnapshotError
+from deadpool.snapshot.codec import dtype_name
+from deadpool.snapshot.layout import Buffer, Kind, Layout
+from deadpool.snapshot.stateful import NamedTensor
+
+# Between two chunks a cancelled copy stops: 1 GiB takes 0.1-0.3 s, the abort's limit is 10 s. A smaller state
+# is one call.
+CHUNK_BYTES = 1 << 30
+COPY_DEADLINE_S = 120.0  # nothing but a dead machine takes that long; then the training thread raises
+MAX_NAMED = 5
+
+Bank = tuple[memoryview, memoryview]
+"""Unique area and replicated area of one bank."""
+
+OnDone = Callable[[int, str | None], None]
+"""Called from the copying thread: bank, and the reason why the copy does not count (None: complete)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureStats:
+    """Counters since the start."""
+
+    captures: int = 0
+    waits: int = 0  # times that the training thread had to wait for a copy
+    waited_s: float = 0.0
+    copied_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    bank: int
+    sources: list[torch.Tensor]
+    versions: list[int]
+
+
+class Capture:
+    """Copies the state into one of two banks, in the background.
+
+    Owns one thread; `close` ends it. All methods are for the training thread, `on_done` comes from the
+    copying thread. For CPU tensors.
+
+    Args:
+        layout: of `tensors`, in the same order.
+        tensors: the state's tensors.
+        banks: the areas of bank 0 and bank 1.
+        on_done: told once per `start` how it ended.
+        frozen: asked when a copy completes; from the moment it returns True nothing is reported as complete.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: Sequence[NamedTensor],
+        banks: Sequence[Bank],
+        *,
+        on_done: OnDone,
+        frozen: Callable[[], bool],
+    ) -> None:
+        _check_order(layout, tensors)
+        self._tensors = tuple(tensors)
+        self._on_done = on_done
+        self._frozen = frozen
+        self._targets = [bank_tensors(layout, *bank) for bank in banks]
+        filled = [index for index, buffer in enumerate(layout.buffers) if buffer.nbytes]
+        self._at_boundary = [index for index in filled if self._copies_at_boundary(index)]
+        self._in_background = [index for index in filled if not self._copies_at_boundary(index)]
+        self._chunks = _chunk([layout.buffers[index].nbytes for index in self._in_background])
+        # Storage addresses are taken once, and compared at every capture: see _resolve.
+        self._addresses = [item.resolve().data_ptr() for item in self._tensors]
+        self._stats = CaptureStats()
+        self._cancelled = False
+        self._copied = threading.Event()  # the live tensors may change
+        self._settled = threading.Event()  # on_done has returned
+        self._copied.set()
+        self._settled.set()
+        self._open()
+
+    @property
+    def stats(self) -> CaptureStats:
+        return self._stats
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a copy still reads the live tensors."""
+        return not self._copied.is_set()
+
+    def start(self, bank: int) -> None:
+        """Copy what a forward may write, and hand the rest to the background.
+
+        Called at a step's boundary; returns at once unless the copy before is still running (a step without
+        an optimizer step): then it waits for that first.
+
+        Raises:
+            LayoutMismatch: a tensor moved to other memory, or changed shape or dtype; names it. Nothing was
+                copied and `on_done` is not called.
+        """
+        self.wait()
+        if not self._settled.wait(COPY_DEADLINE_S):
+            raise SnapshotError(f"reporting the copy before took more than {COPY_DEADLINE_S:.0f} s")
+        live = self._resolve()
+        self._cancelled = False
+        boundary = [live[index] for index in self._at_boundary]
+        sources = [live[index] for index in self._in_background]
+        targets = self._targets[bank]
+        if boundary:
+            with torch.no_grad():
+                torch._foreach_copy_([targets[index] for index in self._at_boundary], boundary)
+        self._stats = replace(self._stats, captures=self._stats.captures + 1)
+        self._copied.clear()
+        self._settled.clear()
+        self._launch(_Job(bank, sources, [tensor._version for tensor in sources]))
+
+    def wait(self) -> None:
+        """Return once the live tensors may change. Free when no copy is running."""
+        if self._copied.is_set():
+            return
+        begin_s = time.monotonic()
+        if not self._copied.wait(COPY_DEADLINE_S):
+            raise SnapshotError(f"a copy into host memory took more than {COPY_DEADLINE_S:.0f} s")
+        waited_s = self._stats.waited_s + time.monotonic() - begin_s
+        self._stats = replace(self._stats, waits=self._stats.waits + 1, waited_s=waited_s)
+
+    def cancel(self) -> None:
+        """Make the copy in flight, if any, end early and not count."""
+        self._cancelled = True
+
+    def drain(self, deadline_s: float) -> bool:
+        """Wait until no copy runs and `on_done` has returned.
+
+        Returns:
+            False if that took longer than `deadline_s`.
+        """
+        return self._settled.wait(deadline_s)
+
+    def close(self, deadline_s: float = 10.0) -> None:
+        """End the thread, and let go of the banks' memory."""
+        self.cancel()
+        self._shut(deadline_s)
+        self._targets = []
+
+    def _copies_at_boundary(self, index: int) -> bool:
+        return self._tensors[index].at_boundary
+
+    def _resolve(self) -> list[torch.Tensor]:
+        """The live tensors, each where it was when the capture was built.
+
+        A buffer may be replaced by the forward (it is looked up each time); anything else that moved is no
+        longer what the optimizer updates.
+        """
+        live: list[torch.Tensor] = []
+        wrong: list[str] = []
+        targets = self._targets[0]
+        for item, target, address in zip(self._tensors, targets, self._addresses, strict=True):
+            tensor = item.resolve().detach()
+            if tensor.dtype is not target.dtype or tensor.shape != target.shape:
+                wrong.append(
+                    f"{item.name} is now {dtype_name(tensor.dtype)}{list(tensor.shape)}, "
+                    f"it was {dtype_name(target.dtype)}{list(target.shape)}"
+                )
+            elif not item.at_boundary and tensor.data_ptr() != address:
+                wrong.append(f"{item.name} moved to other memory")
+            live.append(tensor)
+        if wrong:
+            raise LayoutMismatch(
+                "the training state is no longer what wrap was given: "
+                + _name_some(wrong)
+                + ". Change tensors in place (copy_), and call wrap after load_state_dict, to() and compile"
+            )
+        return live
+
+    # The copying thread.
+
+    def _open(self) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        ready = threading.Event()
+        threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="deadpool-capture", daemon=True)
+        self._thread.start()
+        if not ready.wait(COPY_DEADLINE_S):
+            raise SnapshotError("the capture thread did not start")
+        # set_num_threads is per thread for OpenMP, but also notes the number for threads made later.
+        torch.set_num_threads(threads)
+
+    def _launch(self, job: _Job) -> None:
+        self._jobs.put(job)
+
+    def _shut(self, deadline_s: float) -> None:
+        self._jobs.put(None)
+        self._thread.join(deadline_s)
+
+    def _run(self, ready: threading.Event) -> None:
+        torch.set_num_threads(1)
+        ready.set()
+        while (job := self._jobs.get()) is not None:
+            begin_s = time.monotonic()
+            try:
+                reason = self._copy(job)
+            except Exception as error:  # reported by name: a copy that failed must not end the training
+                reason = f"the copy failed: {error!r}"
+            self._stats = replace(self._stats, copied_s=self._stats.copied_s + time.monotonic() - begin_s)
+            self._finish(job.bank, reason)
+
+    def _copy(self, job: _Job) -> str | None:
+        targets = [self._targets[job.bank][index] for index in self._in_background]
+        with torch.no_grad():
+            for first, last in self._chunks:
+                if self._cancelled:
+                    return "cancelled"
+                torch._foreach_copy_(targets[first:last], job.sources[first:last])
+        changed = [
+            self._tensors[self._in_background[index]].name
+            for index, (tensor, version) in enumerate(zip(job.sources, job.versions, strict=True))
+            if tensor._version != version
+        ]
+        if changed:
+            return (
+                f"{_name_some(changed)} changed while copied: only optimizer.step of an optimizer given to "
+                "wrap may change parameters and optimizer state (register what a forward changes as a buffer)"
+            )
+        return None
+
+    def _finish(self, bank: int, reason: str | None) -> None:
+        if reason is None and self._cancelled:
+            reason = "cancelled"
+        if reason is None and self._frozen():
+            reason = "frozen: the communicators of this generation were closed"
+        self._copied.set()
+        try:
+            self._on_done(bank, reason)
+        finally:
+            self._settled.set()
+
+
+def install_hooks(
+    optimizers: Iterable[torch.optim.Optimizer], capture: Capture, on_began: Callable[[], None]
+) -> Callable[[], None]:
+    """Let every optimizer step wait for the copy, and say that it begins.
+
+    Args:
+        optimizers: all optimizers of the state.
+        capture: waited for before the first kernel of a step.
+        on_began: called after the wait and before the step changes anything.
+
+    Returns:
+        A function that removes the hooks.
+    """
+
+    def before_step(*_: Any) -> None:
+        capture.wait()
+        on_began()
+
+    handles: list[RemovableHandle] = [
+        optimizer.register_step_pre_hook(before_step) for optimizer in optimizers
+    ]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
+
+def bank_tensors(layout: Layout, unique: memoryview, replicated: memoryview) -> list[torch.Tensor]:
+    """Tensors that lie in a bank's memory, in layout order.
+
+    Raises:
+        LayoutMismatch: an area is smaller than the layout needs.
+    """
+    for area, needed, what in (
+        (unique, layout.unique_bytes, "unique"),
+        (replicated, layout.replicated_bytes, "replicated"),
+    ):
+        if area.nbytes < needed:
+            raise LayoutMismatch(f"the {what} area has {area.nbytes} bytes, the layout needs {needed}")
+    return [_view(buffer, unique if buffer.kind is Kind.UNIQUE else replicated) for buffer in layout.buffers]
+
+
+def _view(buffer: Buffer, area: memoryview) -> torch.Tensor:
+    dtype = getattr(torch, buffer.dtype)
+    if buffer.nbytes == 0:
+        return torch.empty(buffer.shape, dtype=dtype)
+    raw = torch.frombuffer(area, dtype=torch.uint8, count=buffer.nbytes, offset=buffer.offset)
+    return raw.view(dtype).view(buffer.shape)
+
+
+def _check_order(layout: Layout, tensors: Sequence[NamedTensor]) -> None:
+    if [buffer.name for buffer in layout.buffers] != [item.name for item in tensors]:
+        raise LayoutMismatch("the layout was made for other tensors than it is used with")
+
+
+def _chunk(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges of indices of at most CHUNK_BYTES each (one tensor at least)."""
+    chunks: list[tuple[int, int]] = []
+    first, total = 0, 0
+    for index, nbytes in enumerate(sizes):
+        if index > first and total + nbytes > CHUNK_BYTES:
+            chunks.append((first, index))
+            first, total = index, 0
+        total += nbytes
+    return [*chunks, (first, len(sizes))] if sizes else []
+
+
+def _name_some(names: Sequence[str]) -> str:
+    more = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
