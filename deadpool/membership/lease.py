@@ -61,8 +61,10 @@ class LeaseKeeper:
         self._clock = clock
         self._lease: Lease | None = None
         self._enrolled = False
+        self._lease_until_s = 0.0
         self._deadline_s = 0.0
-        self._reaches_store = False
+        self._answered_s = 0.0  # when the last answered renewal was sent
+        self._is_failing = False
         self._wake = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
@@ -81,7 +83,7 @@ class LeaseKeeper:
 
     @property
     def deadline_s(self) -> float:
-        """CLOCK_BOOTTIME until which the lease surely holds."""
+        """CLOCK_BOOTTIME until which the lease, and what was enrolled with it, surely hold."""
         return self._deadline_s
 
     @property
@@ -91,8 +93,12 @@ class LeaseKeeper:
 
     @property
     def reaches_store(self) -> bool:
-        """Whether the last renewal was answered."""
-        return self._reaches_store
+        """Whether a renewal sent in the last half TTL was answered.
+
+        Not "the last one was": that stays true while a renewal hangs in a frozen etcd, and an agent whose own
+        lease has run out fences itself when a peer says that it still reaches etcd.
+        """
+        return self._clock() < self._answered_s + self.granted_ttl_s / 2
 
     def start(self) -> Lease:
         """Grant and enrol now, in the caller's thread; then keep.
@@ -107,6 +113,7 @@ class LeaseKeeper:
             self._revoke()
             raise
         self._enrolled = True
+        self._deadline_s = self._lease_until_s
         self._thread.start()
         return self.lease
 
@@ -135,15 +142,17 @@ class LeaseKeeper:
                 return
             try:
                 self._renew()
-                pause_s = self.granted_ttl_s / _RENEWALS_PER_TTL
             except (StoreUnavailable, LeaseLost) as error:
-                if self._reaches_store:
-                    _log.warning("the lease is not renewed: %s", error)
-                self._reaches_store = isinstance(error, LeaseLost)
+                if not self._is_failing:
+                    _log.warning("the lease is not renewed; it is tried again: %s", error)
+                self._is_failing = True
                 pause_s = _RETRY_PAUSE_S
             except MembershipError as error:
                 self._on_lost(error)
                 return
+            else:
+                self._is_failing = False
+                pause_s = self.granted_ttl_s / _RENEWALS_PER_TTL
 
     def _renew(self) -> None:
         sent_s = self._clock()
@@ -153,17 +162,22 @@ class LeaseKeeper:
             self._enrolled = False
             self._grant()
         else:
-            self._deadline_s = sent_s + remaining_s
-            self._reaches_store = True
+            self._note_answer(sent_s, remaining_s)
         if not self._enrolled:
             self._enrol(self.lease, True)
             self._enrolled = True
+            self._deadline_s = self._lease_until_s
 
     def _grant(self) -> None:
         sent_s = self._clock()
         self._lease = self._store.lease_grant(self._ttl_s)
-        self._deadline_s = sent_s + self._lease.granted_ttl_s
-        self._reaches_store = True
+        self._note_answer(sent_s, self._lease.granted_ttl_s)
+
+    def _note_answer(self, sent_s: float, granted_s: float) -> None:
+        self._answered_s = sent_s
+        self._lease_until_s = sent_s + granted_s
+        if self._enrolled:  # a lease without our keys protects nobody
+            self._deadline_s = self._lease_until_s
 
     def _revoke(self) -> None:
         try:

@@ -36,6 +36,7 @@ from deadpool.membership.store import (
 )
 
 _CALLBACK_END_S = 2.0
+_CUT_OFF = "this client of the memory server is cut off"
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class _MemoryWatch(Watch):
 
 
 class MemoryServer:
-    """The state that all clients share, and the faults a test can ask for."""
+    """The state that all clients share, and its clock."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
@@ -70,7 +71,6 @@ class MemoryServer:
         self._next_lease: LeaseId = 1
         self._history: list[KeyPut | KeyDeleted] = []
         self._compacted_revision = 0
-        self._reachable = True
         self._watches: list[_MemoryWatch] = []
         self._outbox: deque[tuple[_MemoryWatch, WatchEvent]] = deque()
         self._delivering: tuple[threading.Thread, _MemoryWatch] | None = None
@@ -90,29 +90,11 @@ class MemoryServer:
                 self._end_lease(lease)
         self._deliver()
 
-    def set_reachable(self, reachable: bool) -> None:
-        """Cut all clients off, or let them back; leases run on meanwhile, as in a partition."""
-        with self._lock:
-            if reachable == self._reachable:
-                return
-            self._reachable = reachable
-            for watch in self._watches:
-                if reachable:
-                    self._connect_watch(watch)
-                else:
-                    watch.connected = False
-                    self._outbox.append((watch, WatchInterrupted(problem="the memory server was cut off")))
-        self._deliver()
-
     def compact(self) -> None:
         """Forget the history: a watch that was cut off must list again."""
         with self._lock:
             self._history.clear()
             self._compacted_revision = self._revision
-
-    def _check_reachable(self, action: str) -> None:
-        if not self._reachable:
-            raise StoreUnavailable(f"the memory server is cut off ({action})")
 
     def _apply(self, writes: Sequence[Write], deletes: Sequence[KeyRange]) -> tuple[int, int]:
         """Apply one change at one revision; return (revision, keys deleted)."""
@@ -182,13 +164,23 @@ class MemoryServer:
                     watch.known.pop(key)
         watch.seen_revision = self._revision
 
-    def _begin_watch(self, watch: _MemoryWatch) -> None:
+    def _begin_watch(self, watch: _MemoryWatch, is_reachable: bool) -> None:
         with self._lock:
             self._watches.append(watch)
-            if self._reachable:
+            if is_reachable:
                 self._connect_watch(watch)
             else:
-                self._outbox.append((watch, WatchInterrupted(problem="the memory server is cut off")))
+                self._outbox.append((watch, WatchInterrupted(problem=_CUT_OFF)))
+        self._deliver()
+
+    def _set_reachable(self, watches: Sequence[_MemoryWatch], is_reachable: bool) -> None:
+        with self._lock:
+            for watch in watches:
+                if is_reachable:
+                    self._connect_watch(watch)
+                else:
+                    watch.connected = False
+                    self._outbox.append((watch, WatchInterrupted(problem=_CUT_OFF)))
         self._deliver()
 
     def _end_watch(self, watch: _MemoryWatch) -> None:
@@ -229,9 +221,16 @@ class MemoryStore(MembershipStore):
     def __init__(self, server: MemoryServer) -> None:
         self._server = server
         self._watches: list[_MemoryWatch] = []
+        self._is_reachable = True
+
+    def set_reachable(self, is_reachable: bool) -> None:
+        """Cut this client off from the server, or let it back."""
+        if is_reachable != self._is_reachable:
+            self._is_reachable = is_reachable
+            self._server._set_reachable(self._watches, is_reachable)
 
     def connect(self) -> None:
-        self._server._check_reachable("connect")
+        self._check_reachable("connect")
 
     def close(self) -> None:
         while self._watches:
@@ -239,13 +238,13 @@ class MemoryStore(MembershipStore):
 
     def get(self, key: str) -> KeyValue | None:
         with self._server._lock:
-            self._server._check_reachable(f"get {key}")
+            self._check_reachable(f"get {key}")
             return self._server._pairs.get(key)
 
     def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
         server = self._server
         with server._lock:
-            server._check_reachable(f"get {prefix}*")
+            self._check_reachable(f"get {prefix}*")
             pairs = [pair for key, pair in sorted(server._pairs.items()) if key.startswith(prefix)]
             return pairs, server._revision
 
@@ -260,7 +259,7 @@ class MemoryStore(MembershipStore):
     ) -> int | None:
         server = self._server
         with server._lock:
-            server._check_reachable("transaction")
+            self._check_reachable("transaction")
             if not all(_holds(compare, server._pairs) for compare in compares):
                 return None
             revision, _ = server._apply(writes, deletes)
@@ -276,7 +275,7 @@ class MemoryStore(MembershipStore):
     def lease_grant(self, ttl_s: float) -> Lease:
         server = self._server
         with server._lock:
-            server._check_reachable("grant a lease")
+            self._check_reachable("grant a lease")
             lease = server._next_lease
             server._next_lease += 1
             server._leases[lease] = _LeaseState(granted_ttl_s=ttl_s, ends_s=server._now_s + ttl_s)
@@ -285,7 +284,7 @@ class MemoryStore(MembershipStore):
     def lease_keepalive(self, lease: LeaseId) -> float:
         server = self._server
         with server._lock:
-            server._check_reachable("renew a lease")
+            self._check_reachable("renew a lease")
             state = server._leases.get(lease)
             if state is None:
                 return 0.0
@@ -295,27 +294,31 @@ class MemoryStore(MembershipStore):
     def lease_remaining_s(self, lease: LeaseId) -> float:
         server = self._server
         with server._lock:
-            server._check_reachable("read a lease")
+            self._check_reachable("read a lease")
             state = server._leases.get(lease)
             return state.ends_s - server._now_s if state else 0.0
 
     def lease_revoke(self, lease: LeaseId) -> None:
         with self._server._lock:
-            self._server._check_reachable("revoke a lease")
+            self._check_reachable("revoke a lease")
             self._server._end_lease(lease)
         self._server._deliver()
 
     def watch(self, prefix: str, callback: WatchCallback) -> Watch:
         watch = _MemoryWatch(server=self._server, prefix=prefix, callback=callback)
         self._watches.append(watch)
-        self._server._begin_watch(watch)
+        self._server._begin_watch(watch, self._is_reachable)
         return watch
+
+    def _check_reachable(self, action: str) -> None:
+        if not self._is_reachable:
+            raise StoreUnavailable(f"{_CUT_OFF} ({action}); let it back with set_reachable(True)")
 
     def _change(
         self, action: str, writes: Sequence[Write] = (), deletes: Sequence[KeyRange] = ()
     ) -> tuple[int, int]:
         with self._server._lock:
-            self._server._check_reachable(action)
+            self._check_reachable(action)
             changed = self._server._apply(writes, deletes)
         self._server._deliver()
         return changed

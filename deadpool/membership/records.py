@@ -26,6 +26,14 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FencedMember:
+    """An incarnation that may not enrol again."""
+
+    member: MemberId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
     """A host that gets no slot any more."""
 

@@ -6,7 +6,7 @@ Keys, under /deadpool/<job id>/:
     leader                          lives with the leader's lease; its create revision is the term
     view                            written by the leader only, by compare-and-swap
     acks/<generation>/<phase>/<member>   faults/<generation>/<member>   finished/<generation>/<member>
-    quarantine/<host>   recoveries/<generation>
+    fenced/<member>   quarantine/<host>   recoveries/<generation>
 Generations in keys have ten digits, so that older ones are one range.
 
 [Note: two kinds of missing key]
@@ -29,6 +29,7 @@ from deadpool.errors import Fenced, LeaseLost, MembershipError, StoreUnavailable
 from deadpool.membership.records import (
     AckPut,
     FaultPut,
+    FencedMember,
     Finished,
     FinishedPut,
     Leader,
@@ -118,16 +119,22 @@ class Registry:
             Fenced: the member was replaced, or its job is gone.
         """
         write = Write(key=self._member_key(member.id), value=_encode(member), lease=lease.id)
+        fenced_key = self._fenced_key(member.id)
         while True:
+            fenced = self.store.get(fenced_key)
+            if fenced is not None:
+                reason = decode_record(fenced, FencedMember).reason
+                raise Fenced(f"member {member.id} was fenced: {reason}")
             view, revision = self.view()
             if holds_slot and view is None:
                 raise Fenced(f"job {self.job_id} has no View any more; member {member.id} must end")
             if holds_slot and view is not None and member.id not in (*view.slots, *view.leaving):
                 raise Fenced(
-                    f"member {member.id} was replaced while its lease had ended (View of generation {view.generation}: "
-                    f"{view.reason}); it must write nothing and come back as a new incarnation"
+                    f"member {member.id} was replaced while its lease had ended (View of generation "
+                    f"{view.generation}: {view.reason}); it must write nothing more"
                 )
-            if self.store.transaction([is_modified_at(self.view_key, revision)], [write]) is not None:
+            guards = [is_modified_at(self.view_key, revision), is_absent(fenced_key)]
+            if self.store.transaction(guards, [write]) is not None:
                 return
 
     def members(self) -> tuple[Member, ...]:
@@ -137,10 +144,31 @@ class Registry:
         found = (_decode_or_warn(pair, Member) for pair in ordered)
         return tuple(member for member in found if member is not None)
 
+    def fence(self, member_id: MemberId, reason: str, *, quarantine: bool = False) -> None:
+        """End this incarnation for good: it writes no more and cannot enrol again. Safe to repeat.
+
+        Args:
+            member_id: whom.
+            reason: a sentence for the operator, and for the agent itself.
+            quarantine: also keep its host out of further placement.
+        """
+        pair = self.store.get(self._member_key(member_id))
+        if quarantine:
+            # Without its record, the host is told by the id: its label, a hyphen, random digits.
+            member = None if pair is None else _decode_or_warn(pair, Member)
+            host = member_id.rpartition("-")[0] if member is None else member.host
+            self.put_quarantine(Quarantine(host=host, member=member_id, reason=reason))
+        fenced = Write(
+            key=self._fenced_key(member_id), value=_encode(FencedMember(member=member_id, reason=reason))
+        )
+        self.store.transaction([], [fenced], [KeyRange(start=self._member_key(member_id))])
+        if pair is not None and pair.lease:
+            self.store.lease_revoke(pair.lease)
+
     def evict(self, member_id: MemberId) -> bool:
         """End the lease of a member whose silence is confirmed, so that nobody waits for it to run out.
 
-        Takes its leadership with it. Returns False if it has no lease any more.
+        Any member may do it. It takes the leadership of that member with it; unlike `fence` it is no verdict. Returns False if it has no lease any more.
         """
         pair = self.store.get(self._member_key(member_id))
         if pair is None:
@@ -345,6 +373,9 @@ class Registry:
 
     def _member_key(self, member_id: MemberId) -> str:
         return f"{self.members_prefix}{member_id}"
+
+    def _fenced_key(self, member_id: MemberId) -> str:
+        return f"{self.prefix}fenced/{member_id}"
 
     def _put_as_member(self, member_id: MemberId, key: str, record: object) -> None:
         write = Write(key=f"{self.prefix}{key}", value=_encode(record))

@@ -155,8 +155,7 @@ WatchCallback = Callable[[WatchEvent], None]
 
 
 def changes_between(known: dict[str, int], pairs: Sequence[KeyValue], revision: int) -> list[WatchEvent]:
-    """What turns the keys a watcher knows into a fresh listing, in order of writing; brings `known` up to
-    date.
+    """What leads from the keys that a watcher knows to a fresh listing; brings `known` up to date.
 
     Args:
         known: key -> mod revision, as reported so far; changed in place.
@@ -248,8 +247,7 @@ class MembershipStore(ABC):
 
     @abstractmethod
     def lease_remaining_s(self, lease: LeaseId) -> float:
-        """Seconds left to a lease, without renewing it; 0 if it has ended. May be rounded down to whole
-        ones."""
+        """Seconds left to a lease, perhaps rounded down to whole ones; 0 if it has ended."""
 
     @abstractmethod
     def lease_revoke(self, lease: LeaseId) -> None:
