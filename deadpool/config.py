@@ -37,14 +37,19 @@ def _setting(
     at_least: float | None = None,
     command_line_only: bool = False,
     secret: bool = False,
+    is_required: bool = False,
 ) -> Any:
-    """Declare a field: its default, its one-line help, its flag and its smallest value."""
+    """Declare a field: its default, its one-line help, its flag and its smallest value.
+
+    A required one has a default for tests only: `deadpool run` wants it from somewhere else.
+    """
     metadata = {
         "doc": doc,
         "flag": flag,
         "at_least": at_least,
         "command_line_only": command_line_only,
         "secret": secret,
+        "is_required": is_required,
     }
     return field(default=default, metadata=metadata)
 
@@ -53,7 +58,7 @@ def _setting(
 class JobConfig:
     """Which job this is and how large it is."""
 
-    nnodes: int = _setting(2, "Active hosts N.", flag="--nnodes", at_least=1)
+    nnodes: int = _setting(2, "Active hosts N.", flag="--nnodes", at_least=1, is_required=True)
     spares: int = _setting(0, "Spare hosts S; there are N + S agents.", flag="--spares", at_least=0)
     nproc_per_node: int = _setting(1, "Workers per host.", flag="--nproc-per-node", at_least=1)
     job_id: str = _setting("", "Name of the job; made up when empty.", flag="--job-id")
@@ -63,7 +68,9 @@ class JobConfig:
 class MembershipConfig:
     """The control plane: etcd, leases, and how long the leader waits."""
 
-    etcd: tuple[str, ...] = _setting((), "Endpoints host:port of etcd, separated by commas.", flag="--etcd")
+    etcd: tuple[str, ...] = _setting(
+        (), "Endpoints of etcd, HOST or HOST:PORT, separated by commas.", flag="--etcd"
+    )
     lease_ttl_s: float = _setting(10.0, "Life of a host's lease.", flag="--lease-ttl-s", at_least=0)
     spare_wait_s: float = _setting(
         300.0,
@@ -187,6 +194,7 @@ class RunConfig:
         flag="--inject",
         command_line_only=True,
     )
+    config_file: str = _setting("", "TOML file with settings.", flag="--config", command_line_only=True)
     script: str = _setting("", "Training script.", command_line_only=True)
     script_args: tuple[str, ...] = _setting((), "Arguments of the script.", command_line_only=True)
 
@@ -242,6 +250,7 @@ class Setting:
     at_least: float | None
     command_line_only: bool
     secret: bool
+    is_required: bool
 
     @property
     def name(self) -> str:
@@ -417,7 +426,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (
         ("membership.etcd",),
         lambda c: all(_is_endpoint(endpoint) for endpoint in c.membership.etcd),
-        "an etcd endpoint has the form host:port",
+        "an etcd endpoint has the form HOST or HOST:PORT",
     ),
 )
 
@@ -440,6 +449,7 @@ def _describe_field(section: str, item: Field[Any], type_: Any) -> Setting:
         at_least=meta["at_least"],
         command_line_only=meta["command_line_only"],
         secret=meta["secret"],
+        is_required=meta["is_required"],
     )
 
 
@@ -449,8 +459,8 @@ def _value(config: Config, name: str) -> object:
 
 
 def _is_endpoint(text: str) -> bool:
-    host, colon, port = text.rpartition(":")
-    return bool(host and colon) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    """A first look only: `deadpool.membership` reads endpoints for good."""
+    return re.fullmatch(r"(https?://)?(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\],]+)(:\d{1,5})?/?", text) is not None
 
 
 def _read_toml(

@@ -1,0 +1,6 @@
+"""`python -m deadpool`."""
+
+from deadpool.cli.main import app
+
+if __name__ == "__main__":
+    app()

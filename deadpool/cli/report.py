@@ -1,0 +1,222 @@
+"""`--report FILE`: builds the report of a run from what the run left in its folder, and prints the timeline.
+
+Injections are read here and nowhere in the running job. Seconds of a phase are those of the slowest host.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deadpool.cli.rundir import (
+    InjectionRecord,
+    read_digests,
+    read_events,
+    read_injections,
+    read_workers,
+)
+from deadpool.config import Config
+from deadpool.events import RECOVERY_PHASES
+from deadpool.report import (
+    Cause,
+    GenerationReport,
+    InjectionReport,
+    Recovery,
+    Report,
+    StepTimes,
+    WorkerReport,
+)
+
+Event = dict[str, Any]
+
+
+def build_report(run_dir: Path, config: Config) -> Report:
+    """The report of a run that has ended."""
+    events = read_events(run_dir)
+    injections = read_injections(run_dir)
+    end = _last(events, "run.finished")
+    summaries = [event for event in events if event["event"] == "agent.summary"]
+    committed = [event["step"] for event in events if event["event"] == "snapshot.committed"]
+    degraded = dict.fromkeys(str(e.get("reason", "")) for e in events if e["event"] == "snapshot.degraded")
+    return Report(
+        job_id=config.job.job_id,
+        exit_code=None if end is None else end.get("exit_code"),
+        reason="" if end is None else str(end.get("reason", "")),
+        nnodes=config.job.nnodes,
+        spares=config.job.spares,
+        nproc_per_node=config.job.nproc_per_node,
+        generations=_generations(events),
+        recoveries=_recoveries(events, injections),
+        injections=tuple(InjectionReport(**msgspec.structs.asdict(record)) for record in injections),
+        workers=tuple(
+            WorkerReport(
+                rank=line.rank,
+                member=line.member,
+                pid=line.pid,
+                generation=line.generation,
+                role=line.role,
+            )
+            for line in read_workers(run_dir)
+        ),
+        protected_step=max(committed, default=None),
+        bytes_sent=sum(int(event.get("bytes_sent", 0)) for event in summaries),
+        host_memory_bytes={e["member"]: int(e.get("host_memory_bytes", 0)) for e in summaries},
+        step_times=_step_times(events),
+        digests={
+            str(rank): {**digests.final, **{f"blob:{name}": value for name, value in digests.blob.items()}}
+            for rank, digests in sorted(read_digests(run_dir).items())
+        },
+        degraded=tuple(degraded),
+    )
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write `report.json` so that a reader sees all of it or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    os.replace(temporary, path)
+
+
+def read_report(path: Path) -> Report:
+    """Read what `write_report` wrote."""
+    return msgspec.json.decode(path.read_bytes(), type=Report)
+
+
+def print_timeline(report: Report, write: Callable[[str], None] = print) -> None:
+    """The recoveries of a run, a few lines each."""
+    if not report.recoveries:
+        write("no recovery was needed")
+    for number, recovery in enumerate(report.recoveries, 1):
+        for line in describe_recovery(recovery, f"recovery {number} of {len(report.recoveries)}"):
+            write(line)
+
+
+def describe_recovery(recovery: Recovery, title: str) -> list[str]:
+    """Lines about one recovery: cause, seconds per phase, where training went on."""
+    cause = recovery.cause
+    who = f" of rank {', '.join(map(str, cause.ranks))}" if cause.ranks else ""
+    host = f" on {cause.host}" if cause.host else ""
+    lines = [f"{title}, generation {recovery.generation}: {cause.kind}{who}{host}"]
+    if cause.detail:
+        lines.append(f"  cause       {cause.detail.splitlines()[-1]}")
+    shown = [f"{phase} {recovery.phases[phase]:.2f}" for phase in RECOVERY_PHASES if phase in recovery.phases]
+    total = "" if recovery.seconds is None else f" = {recovery.seconds:.2f} s"
+    if shown:
+        lines.append(f"  seconds     {' + '.join(shown)}{total}")
+    if not recovery.is_done:
+        lines.append("  not finished: a newer generation took over")
+        return lines
+    lines.append(f"  went back   to step {recovery.rollback_step}, {recovery.lost_steps} steps lost")
+    lines.append(f"  source      {recovery.source or 'unknown'}")
+    return lines
+
+
+def _generations(events: Iterable[Event]) -> tuple[GenerationReport, ...]:
+    """The last published View of each generation."""
+    found: dict[int, GenerationReport] = {}
+    for event in events:
+        if event["event"] != "view.published":
+            continue
+        slots = event.get("slots", ())
+        found[event["generation"]] = GenerationReport(
+            generation=event["generation"],
+            phase=str(event.get("phase", "")),
+            slots=tuple(slots.split(",") if isinstance(slots, str) else slots),
+            reason=str(event.get("reason", "")),
+            wall_s=event["wall_s"],
+        )
+    return tuple(found[generation] for generation in sorted(found))
+
+
+def _recoveries(events: list[Event], injections: list[InjectionRecord]) -> tuple[Recovery, ...]:
+    begun: dict[int, Event] = {}
+    done: dict[int, Event] = {}
+    phases: dict[int, dict[str, float]] = {}
+    for event in events:
+        generation = event.get("generation", 0)
+        match event["event"]:
+            case "recovery.begin":
+                begun.setdefault(generation, event)  # a new leader may say it again
+            case "recovery.done":
+                done[generation] = event
+            case "recovery.phase":
+                slowest = phases.setdefault(generation, {})
+                name = str(event.get("phase", ""))
+                slowest[name] = max(slowest.get(name, 0.0), float(event.get("seconds", 0.0)))
+            case _:
+                pass
+    return tuple(
+        _recovery(begun[generation], done.get(generation), phases.get(generation, {}), injections)
+        for generation in sorted(begun)
+    )
+
+
+def _recovery(
+    begin: Event, done: Event | None, phases: dict[str, float], injections: list[InjectionRecord]
+) -> Recovery:
+    ranks = tuple(begin.get("ranks", ()))
+    struck_s = _struck_s(begin, injections)
+    if struck_s is not None:
+        phases = {**phases, "detect": begin["monotonic_s"] - struck_s}
+    ordered = {name: round(phases[name], 4) for name in RECOVERY_PHASES if name in phases}
+    seconds = None
+    if done is not None:
+        began_s = begin["monotonic_s"] - phases.get("detect", 0.0)
+        seconds = round(done["monotonic_s"] - began_s, 4)
+    result = done or {}
+    return Recovery(
+        generation=begin["generation"],
+        cause=Cause(
+            kind=str(begin.get("kind", "unknown")),
+            ranks=ranks,
+            host=str(begin.get("host", "")),
+            member=str(begin.get("subject", "")),
+            detail=str(begin.get("detail", begin.get("reason", ""))),
+        ),
+        phases=ordered,
+        seconds=seconds,
+        rollback_step=result.get("rollback_step"),
+        rollback_generation=result.get("rollback_generation"),
+        lost_steps=result.get("lost_steps"),
+        source=str(result.get("source", "")),
+        is_done=done is not None,
+    )
+
+
+def _struck_s(begin: Event, injections: list[InjectionRecord]) -> float | None:
+    """When the fault happened that this recovery answers, if it was injected: the newest one before it."""
+    ranks = begin.get("ranks", ())
+    moments = [
+        record.monotonic_s
+        for record in injections
+        if record.kind != "bitflip"
+        and record.monotonic_s <= begin["monotonic_s"]
+        and (not ranks or record.rank in ranks)
+    ]
+    return max(moments, default=None)
+
+
+def _step_times(events: Iterable[Event]) -> StepTimes | None:
+    summaries = [event for event in events if event["event"] == "worker.summary"]
+    if not summaries:
+        return None
+    return StepTimes(
+        p50_s=max(float(event["step_p50_s"]) for event in summaries),
+        p90_s=max(float(event["step_p90_s"]) for event in summaries),
+        p99_s=max(float(event["step_p99_s"]) for event in summaries),
+        max_s=max(float(event["step_max_s"]) for event in summaries),
+        steps=max(int(event["steps"]) for event in summaries),
+    )
+
+
+def _last(events: Iterable[Event], name: str) -> Event | None:
+    found = None
+    for event in events:
+        if event["event"] == name:
+            found = event
+    return found
