@@ -3,12 +3,17 @@
 `step` is the only door. A View is published for every change; agents act on Views and answer with acks.
 
     FORMING -> RUNNING -> ABORTING -> RESTORING -> RUNNING ... -> FINISHED
-                              |  `-> STALLED -^ (a spare joins)
-                              `-> HALTED
+                             | |         ^
+                             | `-> STALLED (until a spare joins)
+                             `---> HALTED
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import assert_never
+
+from deadpool.core import bitset
 from deadpool.core.membership_types import (
     Acked,
     Cause,
@@ -29,6 +34,28 @@ from deadpool.core.membership_types import (
     StoreReturned,
     Tick,
 )
+from deadpool.core.recovery import (
+    USER_ERROR,
+    Outcome,
+    advance,
+    describe,
+    end,
+    enter_view,
+    find_member,
+    forget,
+    has_ended,
+    host_of,
+    last_line,
+    lose,
+    on_deadline,
+    open_generation,
+    ordinal,
+    smallest_cover,
+)
+from deadpool.core.types import Ack, Fault, FaultKind, Member, Phase, View
+
+MAX_CAUSES = 16
+"""Causes remembered: enough for a few faults that alternate."""
 
 __all__ = [
     "Acked",
@@ -69,24 +96,281 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     """Advance the machine by one event. Pure and total.
 
     What the agents see and do:
-    - FORMING (generation g): start all workers afresh, build, take snapshot 0, ack FORMING when it is complete
-      on owner and holder for all own ranks. With `source` CHECKPOINT, load `rollback` first. Any fault leads to
-      FORMING in generation g + 1: all workers start again.
-    - ABORTING (g + 1): `slots` already names the replacements, so they can start to build (`joining`). Members of
-      `slots` and `leaving` abort, then ack ABORTING with their final inventory, the groups of their layouts and
-      the ranks whose worker is gone (`lost_ranks`). Joining members ack at once with what they have, mostly
-      nothing; they are waited for only if without them nothing is live.
-    - STALLED (same generation): `rollback` is fixed, a slot is vacant (""). Workers wait in `wrap`; agents may
-      write a checkpoint of `rollback`. With `rollback` None it stands for a FORMING that lacks a host: stop the
-      workers and wait.
+    - FORMING (generation g): start all workers afresh, build, take snapshot 0 and ack FORMING when it is
+      complete on owner and holder for all own ranks. With `source` CHECKPOINT, load `rollback` first, which
+      then names that snapshot. A fault leads to FORMING in generation g + 1: all workers start again.
+    - ABORTING (g + 1): `slots` already names the replacements, so that they can start to build (`joining`).
+      Members of `slots` and `leaving` abort, then ack ABORTING with their final inventory, the groups of
+      their layouts and the ranks whose worker is gone (`lost_ranks`). Joining members ack at once with what
+      they have, mostly nothing; they are waited for only if without them nothing is live.
+    - STALLED (same generation): `rollback` is fixed, a slot is vacant (""). Workers wait in `wrap`; agents
+      may write a checkpoint of `rollback`. With `rollback` None it stands for a FORMING that lacks a host:
+      stop the workers and wait.
     - RESTORING (same generation): every slot is filled, `rollback` and `source` are fixed. Fetch, rebuild,
-      restore, then ack RESTORING. A slot whose worker is gone and that kept its member starts a new worker.
+      restore, then ack RESTORING. A slot that kept its member though its worker is gone starts a new worker.
     - RUNNING (same generation): resume behind `rollback`. Members in `leaving` until now are fenced.
     - FINISHED and HALTED: end with `exit_code`.
 
     Events and acks of another generation or phase, repeated or unknown ones change nothing.
 
     Returns:
-        The new state and what is to be done, in order.
+        The new state and what is to be done, in order. If a PublishView is refused (another agent leads now),
+        nothing behind it may be done.
     """
-    raise NotImplementedError
+    match event:
+        case LeaderElected():
+            outcome = _on_elected(state, event)
+        case _ if has_ended(state):
+            return state, ()
+        case MemberJoined():
+            outcome = _on_joined(state, event.member)
+        case LeaseExpired():
+            outcome = _on_expired(state, event)
+        case SilenceConfirmed():
+            outcome = _on_silence(state, event)
+        case FaultReported():
+            outcome = _on_fault(state, event.fault, event.now_s)
+        case Acked():
+            outcome = _on_ack(state, event.ack, event.now_s)
+        case StoreReturned():
+            grace_until_s = max(state.grace_until_s, event.now_s + 2 * state.limits.lease_ttl_s)
+            outcome = replace(state, grace_until_s=grace_until_s), ()
+        case Finished():
+            outcome = _on_finished(state, event)
+        case CheckpointFound():
+            outcome = replace(state, checkpoint=event.name), ()
+        case Tick():
+            outcome = _on_tick(state, event.now_s)
+        case _:
+            assert_never(event)
+    state, effects = outcome
+    state, more = advance(state, event.now_s)
+    return state, (*effects, *more)
+
+
+def _on_elected(state: State, event: LeaderElected) -> Outcome:
+    """Start from what the store says. A phase that was under way goes on; its deadline starts again."""
+    state = initial_state(state.limits, state.n_slots, state.nproc)
+    state = replace(state, quarantined=frozenset(event.quarantined), checkpoint=event.checkpoint)
+    view = event.view
+    named = {*view.slots, *view.leaving} if view else set()
+    state = replace(state, members=tuple(member for member in event.members if member.id in named))
+    effects: list[Effect] = []
+    for member in event.members:
+        state, fences = _on_joined(state, member)
+        effects.extend(fences)
+    if view is None:
+        return replace(state, deadline_s=event.now_s + state.limits.forming_s), tuple(effects)
+    state = enter_view(state, view, event.now_s)
+    if has_ended(state):
+        return state, (*effects, End(exit_code=view.exit_code or 0, reason=view.reason))
+    known = {member.id for member in state.members}
+    return replace(
+        state,
+        missing=frozenset(named - known - {""}),
+        grace_until_s=event.now_s + 2 * state.limits.lease_ttl_s,
+        attempts=0 if view.phase is Phase.RUNNING else 1,
+    ), tuple(effects)
+
+
+def _on_joined(state: State, member: Member) -> Outcome:
+    if member.id in state.fenced:
+        return state, (Fence(member_id=member.id, reason="This incarnation was replaced."),)
+    if any(m.id == member.id for m in state.members):
+        return replace(state, missing=state.missing - {member.id}), ()
+    if problem := _misfit(state, member):
+        state = replace(state, fenced=state.fenced | {member.id})
+        return state, (Fence(member_id=member.id, reason=problem, quarantine=True),)
+    return replace(state, members=(*state.members, member), missing=state.missing - {member.id}), ()
+
+
+def _misfit(state: State, member: Member) -> str:
+    if member.nproc != state.nproc:
+        return (
+            f"Host {member.host} offers {member.nproc} workers; this job needs {state.nproc} on every host."
+        )
+    if state.members and member.versions != state.members[0].versions:
+        first = state.members[0]
+        differing = sorted({name for name, _ in set(member.versions) ^ set(first.versions)})
+        return f"Host {member.host} has other versions of {', '.join(differing)} than host {first.host}."
+    return ""
+
+
+def _on_expired(state: State, event: LeaseExpired) -> Outcome:
+    view = state.view
+    is_named = view is not None and (event.member_id in state.slot_of or event.member_id in view.leaving)
+    if is_named and event.now_s < state.grace_until_s:
+        return replace(state, missing=state.missing | {event.member_id}), ()
+    return lose(state, [event.member_id], event.now_s, "its lease expired")
+
+
+def _on_silence(state: State, event: SilenceConfirmed) -> Outcome:
+    observers = set(event.observers) - {event.member_id}
+    if len(observers) < 2:
+        return state, ()
+    return lose(state, [event.member_id], event.now_s, f"{len(observers)} hosts hear nothing of it")
+
+
+def _on_finished(state: State, event: Finished) -> Outcome:
+    view = state.view
+    slot = state.slot_of.get(event.member_id)
+    if view is None or slot is None or view.phase is not Phase.RUNNING or event.generation != view.generation:
+        return state, ()
+    return replace(state, finished=state.finished | 1 << slot), ()
+
+
+def _on_ack(state: State, ack: Ack, now_s: float) -> Outcome:
+    view = state.view
+    if view is None or ack.generation != view.generation or ack.phase is not view.phase:
+        return state, ()
+    slot = state.slot_of.get(ack.member)
+    if slot is not None:
+        if bitset.has(state.acked, slot) or ack.phase not in (Phase.FORMING, Phase.ABORTING, Phase.RESTORING):
+            return state, ()
+        accepted = _accept_losses(state, view, ack, slot)
+        if accepted is None:
+            return _on_fault(state, _lost_worker(ack), now_s)
+        state = replace(accepted, acked=state.acked | 1 << slot)
+    elif ack.member in view.leaving and ack.phase is Phase.ABORTING:
+        bit = 1 << view.leaving.index(ack.member)
+        if state.acked_leaving & bit:
+            return state, ()
+        state = replace(state, acked_leaving=state.acked_leaving | bit)
+    else:
+        return state, ()
+    return (replace(state, acks=(*state.acks, ack)) if ack.phase is Phase.ABORTING else state), ()
+
+
+def _accept_losses(state: State, view: View, ack: Ack, slot: int) -> State | None:
+    """The state if the slot's lost workers are replaced where they are; None if the loss is a new fault."""
+    if not ack.lost_ranks:
+        return state
+    if ack.phase is not Phase.ABORTING:
+        return None
+    if bitset.has(state.respawning, slot) or ack.member in view.joining:
+        return state
+    mark = (slot, ack.last_step)
+    if state.spares or mark in state.respawned:
+        return None
+    return replace(state, respawning=state.respawning | 1 << slot, respawned=state.respawned | {mark})
+
+
+def _lost_worker(ack: Ack) -> Fault:
+    return Fault(
+        kind=FaultKind.WORKER_EXIT,
+        member=ack.member,
+        generation=ack.generation,
+        ranks=ack.lost_ranks,
+        step=ack.last_step,
+        detail="found when the phase was acknowledged",
+    )
+
+
+def _on_fault(state: State, fault: Fault, now_s: float) -> Outcome:
+    view = state.view
+    if fault.kind is FaultKind.SPARE_FAILED and fault.member not in state.slot_of:
+        return _quarantine_spare(state, fault)
+    if view is None or fault.generation != view.generation:
+        return state, ()
+    if fault.kind is FaultKind.COLLECTIVE:
+        if view.phase not in (Phase.FORMING, Phase.RUNNING, Phase.RESTORING):
+            return state, ()  # the abort itself breaks collectives
+        since_s = now_s if state.suspected_at_s is None else state.suspected_at_s
+        pairs = tuple(sorted({*state.pairs, *fault.pairs}))
+        return replace(state, suspected_at_s=since_s, pairs=pairs), ()
+    if fault.kind is FaultKind.SPARE_FAILED:
+        reason = describe(state, fault)
+        slot = state.slot_of[fault.member]
+        state, fences = _quarantine_spare(state, fault)
+        state, effects = open_generation(state, now_s, reason, vacate=[slot])
+        return state, (*effects, *fences)
+    return _on_worker_fault(state, view, fault, now_s)
+
+
+def _quarantine_spare(state: State, fault: Fault) -> Outcome:
+    member = find_member(state, fault.member)
+    if member is None or (state.view is not None and member.id in state.view.leaving):
+        return state, ()
+    state = replace(state, quarantined=state.quarantined | {member.host})
+    reason = f"Host {member.host} failed as a spare: {last_line(fault.detail) or 'no detail'}."
+    return forget(state, [member.id]), (Fence(member_id=member.id, reason=reason, quarantine=True),)
+
+
+def _on_worker_fault(state: State, view: View, fault: Fault, now_s: float) -> Outcome:
+    ranks = [rank for rank in fault.ranks if 0 <= rank < view.world_size]
+    slots = {view.slot_of_rank(rank) for rank in ranks}
+    if not slots and fault.member in state.slot_of:
+        slots = {state.slot_of[fault.member]}
+    slots = {slot for slot in slots if view.slots[slot]}
+    if not slots:
+        return state, ()
+    is_user_error = fault.kind is FaultKind.USER_ERROR
+    reason = describe(state, fault)
+    state, count = _count_cause(state, fault)
+    if count >= (2 if is_user_error else state.limits.max_attempts):
+        return end(state, Phase.HALTED, USER_ERROR, f"{reason} It was the {ordinal(count)} time: giving up.")
+    if view.phase is Phase.FORMING and state.attempts >= state.limits.max_attempts:
+        return end(state, Phase.HALTED, USER_ERROR, f"{reason} The job could not be formed: giving up.")
+    spares = len(state.spares)
+    vacate: list[int] = []
+    respawning = 0
+    for slot in sorted(slots):
+        mark = (slot, fault.step)
+        if is_user_error or (view.phase is Phase.FORMING and fault.kind is not FaultKind.DEVICE):
+            respawning |= 1 << slot
+        elif spares or fault.kind is FaultKind.DEVICE or mark in state.respawned:
+            vacate.append(slot)
+            spares -= 1 if spares else 0
+        else:
+            respawning |= 1 << slot
+            state = replace(state, respawned=state.respawned | {mark})
+    if fault.kind is FaultKind.DEVICE:
+        hosts = {m.host for m in state.members if m.id in {view.slots[slot] for slot in slots}}
+        state = replace(state, quarantined=state.quarantined | hosts)
+    return open_generation(state, now_s, reason, vacate=vacate, respawning=respawning)
+
+
+def _count_cause(state: State, fault: Fault) -> tuple[State, int]:
+    if fault.kind is FaultKind.USER_ERROR:
+        cause = Cause(kind=fault.kind, ranks=(), step=fault.step, line=last_line(fault.detail))
+    else:
+        cause = Cause(kind=fault.kind, ranks=tuple(sorted(fault.ranks)), step=fault.step)
+    others = []
+    for known in state.causes:
+        if replace(known, count=1) == cause:
+            cause = known
+        else:
+            others.append(known)
+    if others != list(state.causes):
+        cause = replace(cause, count=cause.count + 1)
+    return replace(state, causes=(*others[-MAX_CAUSES + 1 :], cause)), cause.count
+
+
+def _on_tick(state: State, now_s: float) -> Outcome:
+    if state.missing and now_s >= state.grace_until_s:
+        missing = sorted(state.missing)
+        return lose(state, missing, now_s, "it did not register again")
+    if state.suspected_at_s is not None and now_s >= state.suspected_at_s + state.limits.suspect_s:
+        return _resolve_suspicion(state, now_s)
+    if state.deadline_s is not None and now_s >= state.deadline_s:
+        return on_deadline(state, now_s)
+    return state, ()
+
+
+def _resolve_suspicion(state: State, now_s: float) -> Outcome:
+    """Nobody died: try the same members once; if it comes back, replace those whom the reports point at."""
+    view = state.view
+    assert view is not None
+    last_s = state.unconfirmed_at_s
+    vacate: tuple[int, ...] = ()
+    reason = "A collective failed and no host is known to be dead; the same hosts try again."
+    if last_s is not None and now_s - last_s < state.limits.recurrence_s:
+        vacate = smallest_cover([(view.slot_of_rank(a), view.slot_of_rank(b)) for a, b in state.pairs])
+        if len(state.spares) < len(vacate) and state.attempts < state.limits.max_attempts:
+            vacate = ()  # better a bad link than no job
+        if vacate:
+            hosts = ", ".join(host_of(state, view.slots[slot]) for slot in vacate)
+            reason = f"Collectives failed again; {hosts} could not be reached and is replaced."
+    if view.phase is Phase.FORMING and state.attempts >= state.limits.max_attempts:
+        return end(state, Phase.HALTED, USER_ERROR, "The first collectives fail again and again: giving up.")
+    return open_generation(replace(state, unconfirmed_at_s=now_s), now_s, reason, vacate=vacate)

@@ -28,12 +28,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """What brought the job down last; the same again and again ends it."""
+    """What brought workers down; the same again and again ends the job instead of burning all spares."""
 
     kind: FaultKind
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # () for USER_ERROR: the same exception on another rank is the same
     step: int
-    line: str  # last line of the traceback, for USER_ERROR
+    line: str = ""  # last line of the traceback, for USER_ERROR
     count: int = 1
 
 
@@ -54,6 +54,7 @@ class State:
 
     deadline_s: float | None = None  # of the current phase
     is_extended: bool = False  # the only-copy patience is in use
+    needed: int = 0  # bitset of slots whose ack the phase needs
     acked: int = 0  # bitset of slots that acked the current (generation, phase)
     acked_leaving: int = 0  # bitset of indices into view.leaving
     acks: tuple[Ack, ...] = ()  # of ABORTING: their inventories fix the rollback
@@ -66,7 +67,7 @@ class State:
     missing: frozenset[MemberId] = frozenset()  # key gone within the grace time: no evidence yet
     grace_until_s: float = float("-inf")
     finished: int = 0  # bitset of slots
-    cause: Cause | None = None
+    causes: tuple[Cause, ...] = ()  # of worker losses, newest last; a few
     respawned: frozenset[tuple[int, int]] = frozenset()  # (slot, step) replaced on the same host before
     slot_of: Mapping[MemberId, int] = field(
         default_factory=dict, compare=False, repr=False
@@ -107,7 +108,7 @@ class LeaseExpired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilenceConfirmed:
-    """`observers` have heard nothing of the member for `silence_dead_s`. It takes two; else the lease decides."""
+    """`observers` heard nothing of the member for `silence_dead_s`. It takes two; else the lease decides."""
 
     member_id: MemberId
     observers: tuple[MemberId, ...]
@@ -159,7 +160,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFound:
-    """`name` is the last complete checkpoint (None: there is none). Feed it at the start and after each one."""
+    """`name` is the last complete checkpoint, or None. Feed it at the start and after each one."""
 
     name: Name | None
     now_s: float
@@ -191,7 +192,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishView:
-    """Write `view`, guarded by the last View's revision and by the own leadership. If refused: no longer leader."""
+    """Write `view`, guarded by the last View's revision and the own leadership. Refused: no longer leader."""
 
     view: View
 
