@@ -150,10 +150,15 @@ def _recoveries(events: list[Event], injections: list[InjectionRecord]) -> tuple
                 slowest[name] = max(slowest.get(name, 0.0), float(event.get("seconds", 0.0)))
             case _:
                 pass
-    return tuple(
-        _recovery(begun[generation], done.get(generation), phases.get(generation, {}), injections)
-        for generation in sorted(begun)
-    )
+    recoveries = []
+    answered_s = 0.0  # faults before this moment were dealt with by an earlier recovery
+    for generation in sorted(begun):
+        end = done.get(generation)
+        open_ones = [record for record in injections if record.monotonic_s > answered_s]
+        recoveries.append(_recovery(begun[generation], end, phases.get(generation, {}), open_ones))
+        if end is not None:
+            answered_s = begun[generation]["monotonic_s"]
+    return tuple(recoveries)
 
 
 def _recovery(

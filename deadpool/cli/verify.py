@@ -1,8 +1,9 @@
 """`deadpool verify`: does a disturbed run end exactly as an undisturbed one?
 
-The script runs twice in fresh processes and folders, the first time without injections. "yes" needs equal bits
-AND proof that something happened: every injection fired, a recovery followed, no survivor changed its process, a
-step was committed, and training changed the state. The last line is for machines; reasons stand before it.
+The script runs twice in fresh processes and folders, the first time without injections. "yes" needs equal
+bits AND proof that something happened: every injection fired, a recovery followed, no survivor changed its
+process, a step was committed, and training changed the state. The last line is for machines; reasons stand
+before it.
 """
 
 from __future__ import annotations
