@@ -58,7 +58,9 @@ class DataServer:
     def __init__(
         self, store: HostMemoryStore, transport: Transport, *, choose_bank: BankChoice = choose_holder_bank
     ) -> None:
-        self.metrics = Metrics()
+        self.metrics = Metrics(
+            "bytes_received", "fetch_bytes_sent", "streams_completed", "streams_stopped", "streams_failed"
+        )
         self._store = store
         self._transport = transport
         self._choose_bank = choose_bank

@@ -19,6 +19,7 @@ from typing import Self
 
 from deadpool.core.types import Inventory, MemberId, Name, RankCopies
 from deadpool.errors import SnapshotError
+from deadpool.store.memory_check import available_bytes
 from deadpool.store.segment import BANKS, BankInfo, BankState, Segment, SegmentKind, SegmentLayout
 from deadpool.store.transport import StreamStopped
 
@@ -143,7 +144,7 @@ class HostMemoryStore:
 
     Args:
         member: whose inventory this is; set it anew when the agent registers again.
-        accept_limit_bytes: most memory that held segments may take; None: no limit.
+        accept_limit_bytes: most memory that held segments may take; None: what the host has available.
         prefault: touch all pages of a segment when it is made.
     """
 
@@ -170,35 +171,31 @@ class HostMemoryStore:
 
     def create_own(self, rank: int, layout: SegmentLayout) -> Segment:
         """Make a fresh segment for a rank of this host; one that was there before is dropped."""
+        key = (SegmentKind.OWN, rank)
+        self._install(key, None)  # first, so that the memory is not needed twice
         segment = Segment.create(f"deadpool-own-{rank}", layout, prefault=self._prefault)
-        self._install((SegmentKind.OWN, rank), segment)
+        self._install(key, segment)
         return segment
 
     def create_held(self, rank: int, layout: SegmentLayout) -> Segment:
         """Make a segment for replicas of a rank; one that was there before is dropped.
 
         Raises:
-            SnapshotError: held segments would take more than this host accepts.
+            SnapshotError: held segments would take more than this host accepts, or has.
         """
+        key = (SegmentKind.HELD, rank)
         size_bytes = layout.segment_bytes(SegmentKind.HELD)
+        self._install(key, None)
         with self.condition:
-            others = sum(
-                segment.size_bytes
-                for (kind, other), segment in self._segments.items()
-                if kind is SegmentKind.HELD and other != rank
-            )
-            limit = self._accept_limit_bytes
-            if limit is not None and others + self._promised_bytes + size_bytes > limit:
-                raise SnapshotError(
-                    f"rank {rank} needs {size_bytes} bytes here, "
-                    f"{max(0, limit - others - self._promised_bytes)} of {limit} are left"
-                )
+            left_bytes = self._acceptable_bytes()
+            if size_bytes > left_bytes:
+                raise SnapshotError(f"rank {rank} needs {size_bytes} bytes here, {left_bytes} are left")
             self._promised_bytes += size_bytes
         try:
             segment = Segment.create(
                 f"deadpool-held-{rank}", layout, kind=SegmentKind.HELD, prefault=self._prefault
             )
-            self._install((SegmentKind.HELD, rank), segment)
+            self._install(key, segment)
         finally:
             with self.condition:
                 self._promised_bytes -= size_bytes
@@ -220,8 +217,10 @@ class HostMemoryStore:
             key = (kind, rank)
             segment = self._segments.get(key)
             found = segment.bank_of(name) if segment is not None else None
-            if segment is None or found is None or bank not in (None, found) or not segment.once_is_sealed:
+            if segment is None or found is None or bank not in (None, found):
                 raise SnapshotError(f"no complete copy {name} of rank {rank} here ({kind.name.lower()})")
+            if not segment.once_is_sealed:
+                raise SnapshotError(f"rank {rank}: without its write-once area no copy counts; seal it first")
             reader = BankReader(self, segment, key, found, segment.bank_info(found))
             self.leases.add(reader)
             return reader
@@ -353,6 +352,18 @@ class HostMemoryStore:
 
     # -- helpers
 
+    def _acceptable_bytes(self) -> int:
+        """What further held segments may take: within the limit given, and within what the host has."""
+        left_bytes = available_bytes() - self._promised_bytes
+        if self._accept_limit_bytes is not None:
+            held_bytes = sum(
+                segment.size_bytes
+                for (kind, _), segment in self._segments.items()
+                if kind is SegmentKind.HELD
+            )
+            left_bytes = min(left_bytes, self._accept_limit_bytes - held_bytes - self._promised_bytes)
+        return max(0, left_bytes)
+
     def _install(self, key: _Key, segment: Segment | None) -> None:
         self._stop(lambda lease: lease.key == key, STOP_TIMEOUT_S)
         with self.condition:
@@ -380,9 +391,10 @@ class HostMemoryStore:
             try:
                 with self.read(rank, name, kind=kind) as reader:
                     if verify and not reader.segment.has_intact_bytes(reader.bank):
-                        reader.finish()  # overwritten meanwhile is no corruption
+                        with self.condition:
+                            reader.finish()  # raises if it was overwritten meanwhile: that is no corruption
+                            reader.segment.empty(reader.bank)
                         logger.error("rank %d: %s (%s) fails its checksum, emptied", rank, name, kind.name)
-                        reader.segment.empty(reader.bank)
                         continue
                 names.append(name)
             except SnapshotError as error:

@@ -7,17 +7,17 @@ from collections import Counter
 
 
 class Metrics:
-    """Named counters that several threads add to."""
+    """Named counters that several threads add to; all start at 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
 
     def add(self, **counts: int) -> None:
         with self._lock:
             self._counts.update(counts)
 
     def as_dict(self) -> dict[str, int]:
-        """All counters; one that never counted is missing, and a Counter would say 0."""
+        """A snapshot of all counters."""
         with self._lock:
             return dict(self._counts)

@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from deadpool.core.types import MemberId, Name
 from deadpool.errors import SnapshotError
 from deadpool.store.checksum import CHUNK_BYTES, RunningChecksum
-from deadpool.store.host_memory import BankReader, HostMemoryStore
+from deadpool.store.host_memory import STOP_TIMEOUT_S, BankReader, HostMemoryStore
 from deadpool.store.metrics import Metrics
 from deadpool.store.segment import SegmentKind
-from deadpool.store.tcp import lower_priority
 from deadpool.store.transport import (
     Address,
     Area,
@@ -35,6 +34,7 @@ from deadpool.store.transport import (
     Transport,
     TransportFailed,
     Views,
+    lower_priority,
     timeout_for,
 )
 
@@ -80,7 +80,7 @@ class Replicator:
         on_failed: Callable[[int, Name, str], None],
         timeout_s: Callable[[int], float] = timeout_for,
     ) -> None:
-        self.metrics = Metrics()
+        self.metrics = Metrics("bytes_sent", "streams_completed", "streams_stopped", "streams_failed")
         self._store = store
         self._transport = transport
         self._address_of = address_of
@@ -111,11 +111,8 @@ class Replicator:
             to_member: its holder.
             keep: committed name, which the holder must not overwrite.
         """
-        segment = self._store.own(rank)
-        if segment is None:
-            self._on_failed(rank, name, f"rank {rank} has no segment on this host")
-            return
-        n_bytes = segment.bank_info(bank).blob_len + segment.layout.unique_bytes
+        segment = self._store.own(rank)  # None fails in the lane's thread, where callbacks belong
+        n_bytes = segment.bank_info(bank).blob_len + segment.layout.unique_bytes if segment else 0
         with self._changed:
             if self._is_closed:
                 return
@@ -145,20 +142,26 @@ class Replicator:
         Raises:
             SnapshotError: a thread did not let go of the bank in time.
         """
-        return self._stop_where(lambda push: (push.rank, push.bank) == (rank, bank))
+        dropped, _ = self._mark_stopped(lambda push: (push.rank, push.bank) == (rank, bank))
+        # Fetches that read the bank are stopped too: it is about to be overwritten.
+        return self._store.stop_streams_reading(rank, bank) or dropped > 0
 
     def set_generation(self, generation: int) -> None:
-        """Stop every push of an older generation, also those that wait for an answer; no callback comes."""
+        """Stop every push of an older generation, also those that wait for an answer; no callback comes.
+
+        Raises:
+            SnapshotError: a lane's thread did not let go in time.
+        """
         with self._changed:
             self._generation = max(self._generation, generation)
-        self._abandon_where(lambda push: push.generation < generation)
+        self._abandon(lambda push: push.generation < generation)
 
     def close(self) -> None:
         """Stop everything and join the threads."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._abandon_where(lambda _: True)
+        self._abandon(lambda _: True)
         end_s = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in self._threads:
             if thread.ident is not None:
@@ -167,28 +170,36 @@ class Replicator:
         if left:
             logger.error("replication threads still running %.0f s after close: %s", CLOSE_TIMEOUT_S, left)
 
+    @property
+    def is_running(self) -> bool:
+        """False once a lane's thread has died: nothing is protected any more."""
+        return all(thread.is_alive() for thread in self._threads)
+
     # -- stopping
 
-    def _stop_where(self, is_meant: Callable[[_Push], bool]) -> bool:
+    def _mark_stopped(self, is_meant: Callable[[_Push], bool]) -> tuple[int, list[_Push]]:
+        """Drop what is queued, let nothing active read again; return (number dropped, active ones)."""
         with self._changed:
-            queued = [push for push in self._queue if is_meant(push)]
-            for push in queued:
-                self._queue.remove(push)
+            kept = [push for push in self._queue if not is_meant(push)]
+            dropped = len(self._queue) - len(kept)
+            self._queue = kept
             active = [push for push in self._active if is_meant(push)]
             for push in active:
                 push.is_stopped = True
-            self.metrics.add(streams_stopped=len(queued))
             self._changed.notify_all()
-        stopped = [self._store.stop_streams_reading(push.rank, push.bank) for push in active]
-        return bool(queued) or any(stopped)
+        self.metrics.add(streams_stopped=dropped)
+        return dropped, active
 
-    def _abandon_where(self, is_meant: Callable[[_Push], bool]) -> None:
-        self._stop_where(is_meant)
+    def _abandon(self, is_meant: Callable[[_Push], bool]) -> None:
+        _, active = self._mark_stopped(is_meant)
         with self._changed:
-            readers = [push.reader for push in self._active if is_meant(push)]
+            readers = [push.reader for push in active]
         for reader in readers:
             if reader is not None:
-                reader.cancel()  # also wakes one that waits for an answer
+                reader.cancel()  # also wakes one that waits for its holder's answer
+        with self._changed:
+            if not self._changed.wait_for(lambda: not any(p in self._active for p in active), STOP_TIMEOUT_S):
+                raise SnapshotError(f"pushes did not end within {STOP_TIMEOUT_S} s")
 
     # -- the lanes' threads
 

@@ -19,6 +19,7 @@ when it arrived over the socket.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -36,6 +37,7 @@ _MAGIC = 0x4450534547303031  # "DPSEG001"
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _BANK_WORDS = 32
+_PREFAULT_BYTES = 4 << 20  # about 4 ms of zeroing
 
 
 class _Word(IntEnum):
@@ -372,11 +374,17 @@ def _map(fd: int, size_bytes: int, prefault: bool) -> mmap.mmap:
     if not prefault:
         return mapping
     try:
-        mapping.madvise(_MADV_POPULATE_WRITE)
-    except OSError as error:
-        if error.errno != 22:  # EINVAL: a kernel before 5.14
-            mapping.close()
-            raise
-        for offset in range(0, size_bytes, PAGE_BYTES):
-            mapping[offset]  # a read fault of shared memory allocates and maps the page too
+        # In pieces: Python holds the GIL during madvise, and heartbeats share this process.
+        for start in range(0, size_bytes, _PREFAULT_BYTES):
+            piece_bytes = min(_PREFAULT_BYTES, size_bytes - start)
+            try:
+                mapping.madvise(_MADV_POPULATE_WRITE, start, piece_bytes)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                for offset in range(start, start + piece_bytes, PAGE_BYTES):  # a kernel before 5.14
+                    mapping[offset]  # a read fault of shared memory allocates and maps the page too
+    except OSError:
+        mapping.close()
+        raise
     return mapping

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -45,19 +44,17 @@ from deadpool.store.transport import (
     Transport,
     TransportFailed,
     areas_to_send,
+    lower_priority,
     match_views,
 )
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
 STALL_TIMEOUT_S = 30.0
 """A stream or fetch that moves no byte for so long is dropped by the serving side."""
 CLOSE_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 512
 MAX_IDLE_PER_PEER = 4
-BULK_NICE = 19
-"""Both cores busy, full replication: +41 % step time at normal priority, +5.6 % at nice 19 (measured)."""
 
 
 class TcpTransport(Transport):
@@ -76,6 +73,7 @@ class TcpTransport(Transport):
         self._idle: dict[tuple[Address, Lane], list[Connection]] = {}
         self._open: set[Connection] = set()
         self._listener: socket.socket | None = None
+        self._accepting: threading.Thread | None = None
         self._threads: set[threading.Thread] = set()
 
     def push(
@@ -107,7 +105,7 @@ class TcpTransport(Transport):
         timeout_s: float,
     ) -> CopyInfo:
         deadline = Deadline(timeout_s, f"fetch of rank {request.rank} from {address}")
-        connection = self._connect(address, wire.Kind.FETCH, Lane.SMALL, deadline)
+        connection = self._connect(address, wire.Kind.FETCH, Lane.SMALL, deadline.check)
         with self._conversation(connection, f"fetch from {address}"):
             connection.send(wire.encode_request(request), deadline.check)
             code, _, reason = receive_reply(connection, deadline.check)
@@ -123,22 +121,26 @@ class TcpTransport(Transport):
         family = socket.AF_INET6 if ":" in self._bind_host else socket.AF_INET
         listener = socket.create_server((self._bind_host, 0), family=family, backlog=128)
         self._listener = listener
-        self._start_thread("deadpool-data-accept", lambda: self._accept(listener, endpoint))
+        self._accepting = self._start_thread("deadpool-data-accept", lambda: self._accept(listener, endpoint))
         host, port = listener.getsockname()[:2]
         return host, port
 
     def close(self) -> None:
+        end_s = time.monotonic() + CLOSE_TIMEOUT_S
         with self._lock:
             self._is_closed = True
             self._idle.clear()
-            connections, threads = list(self._open), list(self._threads)
+            accepting = self._accepting
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept, which close alone does not
             self._listener.close()
+        if accepting is not None:
+            accepting.join(CLOSE_TIMEOUT_S)  # nothing is added to the two sets after this
+        with self._lock:
+            connections, threads = list(self._open), list(self._threads)
         for connection in connections:
             connection.shut_down()
-        end_s = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in threads:
             thread.join(max(0.0, end_s - time.monotonic()))
         for connection in connections:
@@ -165,20 +167,19 @@ class TcpTransport(Transport):
                 deadline.check()
                 return idle, *_send_header(idle, header, source, check)
         deadline.check()
-        connection = self._connect(address, wire.Kind.PUSH, lane, deadline)
+        connection = self._connect(address, wire.Kind.PUSH, lane, check)
         with self._conversation(connection, f"stream to {address}", source):
             return connection, *_send_header(connection, header, source, check)
         raise AssertionError("a conversation never swallows an error")
 
-    def _connect(self, address: Address, kind: wire.Kind, lane: Lane, deadline: Deadline) -> Connection:
+    def _connect(self, address: Address, kind: wire.Kind, lane: Lane, check: Check) -> Connection:
         try:
-            sock = socket.create_connection(address, min(CONNECT_TIMEOUT_S, deadline.remaining_s()))
+            connection = Connection.open(address, check)
         except OSError as error:
             raise TransportFailed(f"cannot connect to {address}: {error}") from error
-        connection = Connection(sock)
         self._track(connection)
         with self._conversation(connection, f"greeting {address}"):
-            connection.send(wire.encode_hello(self._job_token, kind, lane), deadline.check)
+            connection.send(wire.encode_hello(self._job_token, kind, lane), check)
         return connection
 
     @contextmanager
@@ -333,16 +334,12 @@ class TcpTransport(Transport):
             self._open.discard(connection)
         connection.close()
 
-    def _start_thread(self, name: str, run: Callable[[], None]) -> None:
+    def _start_thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=run, name=name, daemon=True)
         with self._lock:
             self._threads.add(thread)
-        thread.start()
-
-
-def lower_priority() -> None:
-    """Give the calling thread nice 19: the data plane must not take the training's cores."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BULK_NICE)
+            thread.start()
+        return thread
 
 
 def _send_header(

@@ -8,6 +8,9 @@ more. A stop also shuts the socket down, which wakes a blocked call at once.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import select
 import socket
 import struct
 from collections.abc import Callable
@@ -15,9 +18,10 @@ from collections.abc import Callable
 from deadpool.errors import ReplicaCorrupt
 from deadpool.store import wire
 from deadpool.store.checksum import chunk_digest, iterate_chunks
-from deadpool.store.transport import Area, Deadline, Source, Views
+from deadpool.store.transport import Address, Area, Deadline, Source, Views
 
 TICK_S = 0.25
+CONNECT_TIMEOUT_S = 5.0
 FRAME_TIMEOUT_S = 5.0
 """A peer that has begun a frame finishes it within this; a connection says hello within this."""
 
@@ -35,6 +39,29 @@ class Connection:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
+
+    @classmethod
+    def open(cls, address: Address, check: Check) -> Connection:
+        """Connect. A stop or a deadline ends even the wait for a host that is gone."""
+        deadline = Deadline(CONNECT_TIMEOUT_S, f"connection to {address}")
+        family, kind, protocol, _, target = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            code = sock.connect_ex(target)
+            if code == errno.EINPROGRESS:
+                poll = select.poll()
+                poll.register(sock, select.POLLOUT)
+                while not poll.poll(TICK_S * 1000):
+                    check()
+                    deadline.check()
+                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, os.strerror(code))
+            return cls(sock)
+        except BaseException:
+            sock.close()
+            raise
 
     def send(
         self,

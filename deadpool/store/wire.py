@@ -10,6 +10,7 @@ Nobody allocates by a number read from here without a bound.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
 from enum import IntEnum
 
@@ -73,7 +74,7 @@ def decode_hello(frame: bytes, job_token: str) -> tuple[Kind, Lane]:
         raise BadFrame("not a DeadPool peer")
     if version != VERSION:
         raise BadFrame(f"data protocol {version}, this host speaks {VERSION}")
-    if token != _token_digest(job_token):
+    if not hmac.compare_digest(token, _token_digest(job_token)):
         raise BadFrame("token of another job")
     try:
         return Kind(kind), Lane(lane)
