@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import typer
 
 import deadpool
 from deadpool.cli import main as cli
+from deadpool.config import Setting, settings
 from deadpool.errors import ExitCode
+from deadpool.report import JobStatus, Report
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
@@ -82,6 +85,31 @@ def test_every_exit_code_is_documented_and_no_other() -> None:
     table = (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8")
     documented = {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
     assert documented == {int(code) for code in ExitCode}
+
+
+def shown(value: object) -> str:
+    return "" if value in ("", (), None) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def configuration_row(setting: Setting) -> str:
+    name = f"`{setting.section}.{setting.field}`" + (" *" if setting.command_line_only else "")
+    flag = f"`{setting.flag}`" if setting.flag else ""
+    default = "must be given" if setting.is_required else shown(setting.default)
+    return f"| {name} | {flag} | {default} | {setting.doc} |"
+
+
+def test_every_setting_is_documented_with_its_flag_and_default() -> None:
+    documented = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8").splitlines()
+    rows = [configuration_row(setting) for setting in settings()]
+    assert [line for line in documented if line.startswith("| `")] == rows, "\n".join(rows)
+
+
+@pytest.mark.parametrize("outermost", [Report, JobStatus])
+def test_every_field_of_what_is_handed_out_is_documented(outermost: type[msgspec.Struct]) -> None:
+    text = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    _, parts = msgspec.json.schema_components([outermost])
+    fields = {name for part in parts.values() for name in part["properties"]}
+    assert {name for name in fields if f"`{name}`" not in text} == set()
 
 
 def test_versions_agree() -> None:
