@@ -28,6 +28,7 @@ from deadpool.runtime.messages import StatusReply, StatusRequest
 
 DEADLINE_S = 2.5  # the command itself answers within 3 s, start included
 _STORE_TIMEOUT_S = 1.5  # etcd's share of the deadline: agents that only it knows are asked after it
+_REASON_MARGIN_S = 0.4  # so that the store's own reason arrives before we give up on it
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ def status_command(
     status, problem = gather_status(job)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(status), indent=1).decode())
-    else:
+    elif status.hosts or not problem:
         print("\n".join(describe_status(status)))
     if problem:
         print(f"control plane unreachable: {problem}", file=sys.stderr)
@@ -302,7 +303,7 @@ def _ask_store(job: JobFile) -> StoreAnswer:
         key_file=Path(job.key) if job.key else None,
         user=job.user or None,
         password=job.password or None,
-        call_timeout_s=_STORE_TIMEOUT_S,
+        call_timeout_s=_STORE_TIMEOUT_S - _REASON_MARGIN_S,
     )
     with contextlib.closing(EtcdStore(config)) as store:
         registry = Registry(store, job.job_id)
