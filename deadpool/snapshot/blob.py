@@ -15,8 +15,8 @@ import torch
 from deadpool.errors import IntegrationError, ReplicaCorrupt
 from deadpool.snapshot import codec
 from deadpool.snapshot.frameworks import fsdp
-from deadpool.snapshot.rng import read_rng
-from deadpool.snapshot.stateful import Stateful, TrainingState, is_torchdata_loader
+from deadpool.snapshot.rng import find_generators, read_global_rng
+from deadpool.snapshot.stateful import Stateful, TrainingState, held_states, is_torchdata_loader
 
 BLOB_VERSION = 1
 MIN_CAPACITY_BYTES = 256 * 1024
@@ -28,6 +28,7 @@ class Blob:
     """A decoded blob. Its parts are plain values, keyed by the names of the state."""
 
     step: int
+    in_loop: bool  # taken inside train's loop: see [Note: when generators are restored] in rng
     counters: dict[str, Any]
     rng: dict[str, Any]
     parts: dict[str, Any]
@@ -39,15 +40,26 @@ def capacity_for(first_blob_bytes: int) -> int:
     return -(-wanted // 4096) * 4096
 
 
-def build_blob(state: TrainingState, *, step: int, counters: Mapping[str, object]) -> bytes:
+def build_blob(
+    state: TrainingState, *, step: int, in_loop: bool = True, counters: Mapping[str, object] | None = None
+) -> bytes:
     """Encode the blob of the state as it is after `step`.
 
     RNG is read first: asking an object for its state may draw from a generator.
 
+    Args:
+        state: the state, at a boundary.
+        step: the step that ended.
+        in_loop: False for the snapshot that is taken before `train` is first entered.
+        counters: what the caller wants back, as plain values.
+
     Raises:
         IntegrationError: an object's state can no longer be stored without pickle; names the part.
     """
-    rng = read_rng()
+    rng = read_global_rng()
+    rng["generators"] = {
+        name: [item.get_state() for item in find_generators(value)] for name, value in state.objects
+    }
     parts: dict[str, object] = {
         "objects": {name: _read_object(value) for name, value in state.objects},
         "groups": {name: _read_groups(optimizer) for name, optimizer in state.optimizers},
@@ -67,7 +79,14 @@ def build_blob(state: TrainingState, *, step: int, counters: Mapping[str, object
             name: bytes(module.training for module in model.modules()) for name, model in state.models
         },
     }
-    tree = {"version": BLOB_VERSION, "step": step, "counters": dict(counters), "rng": rng, "parts": parts}
+    tree = {
+        "version": BLOB_VERSION,
+        "step": step,
+        "in_loop": in_loop,
+        "counters": dict(counters or {}),
+        "rng": rng,
+        "parts": parts,
+    }
     try:
         return codec.pack(tree, "blob")
     except codec.Unstorable as refusal:
@@ -83,7 +102,13 @@ def read_blob(data: bytes | memoryview) -> Blob:
     tree = codec.unpack(data)
     if not isinstance(tree, dict) or tree.get("version") != BLOB_VERSION:
         raise ReplicaCorrupt(f"{len(data)} bytes are no blob of version {BLOB_VERSION}")
-    return Blob(step=tree["step"], counters=tree["counters"], rng=tree["rng"], parts=tree["parts"])
+    return Blob(
+        step=tree["step"],
+        in_loop=tree["in_loop"],
+        counters=tree["counters"],
+        rng=tree["rng"],
+        parts=tree["parts"],
+    )
 
 
 def why_not_now(state: TrainingState, *, has_stepped: bool) -> str | None:
@@ -114,7 +139,7 @@ def _read_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
 
 def _read_object(value: Stateful | torch.Generator) -> object:
     if isinstance(value, torch.Generator):
-        return {"generator": value.get_state()}
+        return None  # among the generators of the RNG part
     if is_torchdata_loader(value):
         return _read_loader(value)
     return {"state": value.state_dict()}
@@ -127,6 +152,10 @@ def _read_loader(loader: Any) -> object:
     last batch that the loop took. Without one it would create one, start the workers, and draw a seed from
     the global generator that the loop's own iter() would have drawn: so it is only marked as not begun.
     """
-    if loader._iterator is None:
-        return {"not_begun": True, "state": loader.next_iter_state}
-    return {"not_begun": False, "state": loader.state_dict()}
+    begun = loader._iterator is not None
+    return {
+        "state": loader.state_dict() if begun else loader.next_iter_state,
+        # An iterator's state holds theirs; without one they are where the next iter() begins.
+        "holds": {} if begun else {name: part.state_dict() for name, part in held_states(loader)},
+        "epoch": getattr(loader.sampler, "epoch", None),  # DistributedSampler's seed; not in its state
+    }

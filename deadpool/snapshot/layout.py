@@ -152,6 +152,18 @@ class Layout:
                 + "\nThe script, its arguments and package versions must be the same on every host."
             )
 
+    def fitted_to(self, stored: Layout) -> Layout:
+        """This layout with the split into unique and replicated that the job has settled on.
+
+        What a promoted spare calls: the hashes were compared when the job began, without it.
+
+        Raises:
+            LayoutMismatch: even so the stored layout differs.
+        """
+        settled = self.with_unique({item.name for item in stored.buffers if item.kind is Kind.UNIQUE})
+        settled.check_same(stored)
+        return settled
+
     def with_unique(self, names: Collection[str]) -> Layout:
         """The same buffers with `names` moved to the unique area."""
         specs = [

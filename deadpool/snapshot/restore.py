@@ -1,7 +1,7 @@
 """Restore in place: tensors from a bank, objects from a blob, frameworks to where a step begins.
 
 Order, on survivors and on a promoted spare alike: `reset_after_abort`, `restore_tensors`, `restore_blob`,
-and `restore_rng` last (see its users), when everything that draws numbers while being built is built.
+`restore_rng`; and `restore_rng` once more when the loop takes its first step, if the blob is `in_loop`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from deadpool.snapshot.capture import bank_tensors
 from deadpool.snapshot.frameworks import fsdp
 from deadpool.snapshot.frameworks.ddp import Serve
 from deadpool.snapshot.layout import Layout
-from deadpool.snapshot.stateful import Stateful, TrainingState, is_torchdata_loader, local_part
+from deadpool.snapshot.rng import find_generators, restore_global_rng
+from deadpool.snapshot.stateful import Stateful, TrainingState, held_states, is_torchdata_loader, local_part
 
 
 def reset_after_abort(state: TrainingState) -> None:
@@ -98,6 +99,18 @@ def restore_blob(state: TrainingState, blob: Blob, *, serve: Serve) -> None:
         item.install(part["buckets"], serve)
 
 
+def restore_rng(state: TrainingState, blob: Blob) -> None:
+    """Set the global generators, and those of the state's objects, to where they were after the blob's step.
+
+    See [Note: when generators are restored] in rng.
+    """
+    for name, value in state.objects:
+        stored = blob.rng["generators"].get(name, [])
+        for generator, generator_state in zip(find_generators(value), stored, strict=True):
+            generator.set_state(generator_state.to("cpu"))
+    restore_global_rng(blob.rng)
+
+
 def _check_names(state: TrainingState, parts: dict[str, Any]) -> None:
     expected = {
         "objects": [name for name, _ in state.objects],
@@ -121,10 +134,10 @@ def _check_names(state: TrainingState, parts: dict[str, Any]) -> None:
         )
 
 
-def _restore_object(value: Stateful | torch.Generator, part: dict[str, Any]) -> None:
+def _restore_object(value: Stateful | torch.Generator, part: Any) -> None:
     if isinstance(value, torch.Generator):
-        value.set_state(part["generator"])
-    elif is_torchdata_loader(value):
+        return  # see restore_rng
+    if is_torchdata_loader(value):
         _restore_loader(value, part)
     else:
         value.load_state_dict(part["state"])
@@ -135,11 +148,13 @@ def _restore_object(value: Stateful | torch.Generator, part: dict[str, Any]) -> 
 
 def _restore_loader(loader: Any, part: dict[str, Any]) -> None:
     """Applies at the next iter(); the old iterator and its workers go with their last reference."""
-    if part["not_begun"]:
-        loader.load_state_dict({})
-        loader.next_iter_state = part["state"]
-    else:
-        loader.load_state_dict(part["state"])
+    loader.load_state_dict(part["state"] or {})
+    loader.next_iter_state = part["state"]
+    for name, held in held_states(loader):
+        if name in part["holds"]:
+            held.load_state_dict(part["holds"][name])
+    if part["epoch"] is not None:
+        loader.sampler.epoch = part["epoch"]
 
 
 def _restore_groups(name: str, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:

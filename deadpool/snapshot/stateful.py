@@ -134,6 +134,12 @@ def is_torchdata_loader(value: object) -> bool:
     return module is not None and isinstance(value, module.StatefulDataLoader)
 
 
+def held_states(loader: DataLoader[Any]) -> list[tuple[str, Stateful]]:
+    """The dataset and samplers of a loader that can say where they are."""
+    held = {"dataset": loader.dataset, "sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
+    return [(name, part) for name, part in held.items() if isinstance(part, Stateful)]
+
+
 def _flatten(key: str, value: object) -> dict[str, object]:
     """Open lists, tuples and dicts that hold models, optimizers or stateful objects."""
     items: Iterator[tuple[object, object]] | None = None

@@ -79,13 +79,13 @@ class DdpBuckets:
         Raises:
             LayoutMismatch: the layout does not cover this module's parameters exactly once.
         """
+        target = self._initial if rebuilt is None else rebuilt
+        self._check_covers_all(target)
         reducer = self.ddp.reducer
         reducer._reset_state()
         self.ddp._has_rebuilt_buckets = False
         if not _can_rebuild(self.ddp):
             return
-        target = self._initial if rebuilt is None else rebuilt
-        self._check_covers_all(target)
         device = next(param for param in self.ddp.module.parameters() if param.requires_grad).device
         order = [index for bucket in target for index in bucket] + [len(target)]
         sizes = [len(bucket) for bucket in target]

@@ -20,8 +20,7 @@ from deadpool.snapshot.capture import Bank, Capture, install_hooks
 from deadpool.snapshot.codec import tensor_bytes
 from deadpool.snapshot.frameworks.ddp import Serve
 from deadpool.snapshot.layout import Layout
-from deadpool.snapshot.restore import reset_after_abort, restore_blob, restore_tensors
-from deadpool.snapshot.rng import restore_rng
+from deadpool.snapshot.restore import reset_after_abort, restore_blob, restore_rng, restore_tensors
 from deadpool.snapshot.stateful import TrainingState, layout_of
 
 DEADLINE_S = 40.0
@@ -59,7 +58,7 @@ class Keeper:
         self._remove_hooks = install_hooks([o for _, o in state.optimizers], self.capture, self._count)
 
     def take(self, step: int, bank: int = 0) -> bytes:
-        blob = build_blob(self.state, step=step, counters={})
+        blob = build_blob(self.state, step=step)
         self.capture.start(bank)
         return blob
 
@@ -73,7 +72,7 @@ class Keeper:
             reset_after_abort(self.state)
         restore_tensors(self.state, self.layout, *self.banks[bank])
         restore_blob(self.state, decoded, serve=self._serve)
-        restore_rng(decoded.rng)
+        restore_rng(self.state, decoded)
         return decoded
 
     def close(self) -> None:
@@ -151,7 +150,11 @@ def _run_rank(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(path, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=30)
+            "gloo",
+            store=torch._C._distributed_c10d.FileStore(path, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=30),
         )
         value = function(rank, *arguments)
         end.send((True, value))
@@ -159,5 +162,3 @@ def _run_rank(
         dist.destroy_process_group()
     except BaseException:
         end.send((False, traceback.format_exc()))
-
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ def build(case: Case) -> tuple[Net, torch.optim.Optimizer]:
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=case.reshard)
     if case.prefetch:
         blocks = list(model.blocks)
-        for ahead, behind in zip(blocks, blocks[1:], strict=False):
+        for ahead, behind in pairwise(blocks):
             assert isinstance(ahead, FSDPModule) and isinstance(behind, FSDPModule)
             ahead.set_modules_to_forward_prefetch([behind])
             behind.set_modules_to_backward_prefetch([ahead])
@@ -146,7 +147,7 @@ def run_step(case: Case, model: Net, optimizer: torch.optim.Optimizer, step: int
 
 
 def abort_at_every_collective(rank: int, case: Case) -> dict[str, Any]:
-    """Abort step 3 at each of its collectives in turn; after each, run it again from the snapshot of step 2."""
+    """Abort step 3 at each of its collectives in turn; after each, run it again from snapshot 2."""
     model, optimizer = build(case)
     injector = Injector()
     with injector.installed(), keeping(collect({"model": model, "optimizer": optimizer})) as keeper:
