@@ -1,0 +1,23 @@
+// Sockets of this process, found and shut down without the GIL: the abort that gloo lacks.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <set>
+
+namespace deadpool {
+
+using Inodes = std::set<ino_t>;
+
+// Inodes of all TCP sockets (IPv4 and IPv6, stream) of this process. A number that is closed and used again has another inode.
+Inodes tcp_sockets();
+
+// Inode of one socket; 0 if `fd` is none.
+ino_t socket_inode(int fd);
+
+// shutdown(SHUT_RDWR) on every connected socket in `inodes`; the descriptors stay with their owner. Listening sockets are
+// skipped: shutting one down makes gloo call std::terminate. Returns how many were shut down.
+int shutdown_sockets(const Inodes& inodes);
+
+}  // namespace deadpool

@@ -1,0 +1,322 @@
+"""Communicators: every handle of this process, from `init_process_group` to the end, through all generations.
+
+A handle is what a framework's ProcessGroup holds. `open(generation, store)` gives every handle a new inner communicator,
+`close(generation)` takes it away; in between its collectives run as if DeadPool were not there. The native part (csrc/)
+closes handles when the agent says so, even while Python is busy.
+
+Life of a process:
+    active from the start: install, start_recording, init_process_group(store), build, finish_recording, train
+    promoted spare:        install, start_replay(record), init_process_group(None), build, finish_replay, open, train
+    throw-away build:      as a promoted spare, then destroy_all; another Communicators follows
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from deadpool.communicator import _native
+from deadpool.communicator._native import SwapBackend
+from deadpool.communicator.default_store import DefaultStore
+from deadpool.communicator.rebuild import HandlesBuilder
+from deadpool.communicator.torch_patches import TorchPatches
+from deadpool.errors import CollectiveAborted
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+REBUILD_S = 30.0
+"""Deadline of a rebuild when the store brings none (DESIGN section 7)."""
+
+_JOIN_S = 10.0
+
+CallHook = Callable[[str, str, int], None]
+"""hook(handle name, operation, how many calls came before since it was set); called before each collective."""
+
+_COLLECTIVE_TEXT = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket timeout|wait timeout|timed out waiting"
+    r"|application timeout caused pair closure|read error|writev",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandleStatus:
+    """One handle, for `deadpool status`."""
+
+    name: str
+    kind: str  # gloo or nccl
+    rank: int  # within the group
+    size: int
+    generation: int  # of its inner communicator; 0 before the first
+    issued: int
+    completed: int
+
+
+class Communicators:
+    """All handles of one rank.
+
+    One object at a time per process. The close listener, the worker page and the generation that was closed last belong to
+    the process: they outlive the object, so that a parked spare hears its agent between two builds.
+
+    Args:
+        job_id: first part of every store prefix.
+        rank: logical rank.
+        world_size: number of logical ranks.
+        timeout_s: timeout of collectives, unless a group brings its own; also of building a group that a script makes.
+        close_fd: this worker's end of the close channel; negative: none, only Python closes.
+        page_fd: the worker page; negative: counters stay private.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        close_fd: int = -1,
+        page_fd: int = -1,
+    ) -> None:
+        self.job_id = job_id
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._patches = TorchPatches(self)
+        self._store: dist.Store | None = None
+        self._lock = threading.Lock()
+        self._hook: CallHook | None = None
+        self._hook_calls = 0
+        self._reapers: list[threading.Thread] = []
+        self._adopted = 0
+        _native.map_page(page_fd)
+        _native.start_listener(close_fd)
+
+    # ---- life ----
+
+    def install(self) -> None:
+        """Serve every group that is made from now on by a handle. Call before anything imports frameworks."""
+        self._patches.install()
+
+    def uninstall(self) -> None:
+        """Restore torch. Groups that exist keep their handles."""
+        self._patches.remove()
+
+    def init_process_group(self, store: dist.Store | None) -> None:
+        """Make the default process group; builds its communicator unless a record is being replayed.
+
+        Args:
+            store: rendezvous of the current generation (its `generation` attribute names it), or None while replaying.
+        """
+        if store is not None:
+            self._enter(getattr(store, "generation", max(1, self.closed_generation + 1)), store)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(
+            backend,
+            store=DefaultStore(self),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=self.timeout_s),
+        )
+
+    def destroy_all(self) -> None:
+        """Forget every handle and process group; another Communicators may follow in this process."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _native.close(max(self.generation, self.closed_generation))
+        self._patches.remove()
+        self._hook = None
+        self._leave_store()
+        self.reap()
+        _native.clear_entries()
+        _native.reset_generations()
+
+    def shutdown(self) -> None:
+        """End the listener and join this object's threads; for a process that goes on without DeadPool."""
+        self._patches.remove()
+        self._leave_store()
+        for reaper in self._reapers:
+            reaper.join(_JOIN_S)
+        _native.stop_listener()
+
+    # ---- generations ----
+
+    @property
+    def generation(self) -> int:
+        """Generation under which handles are, or are being, built; 0 before the first."""
+        return _native.opened_generation()
+
+    @property
+    def closed_generation(self) -> int:
+        """Newest generation that was closed; 0 before the first close."""
+        return _native.closed_generation()
+
+    def is_closed(self) -> bool:
+        """The current generation was closed (or none was opened): collectives raise CollectiveAborted."""
+        return _native.is_closed()
+
+    def frozen(self) -> bool:
+        """No capture that completes now may be reported. Becomes true before any communicator is aborted."""
+        return _native.is_closed()
+
+    def open(self, generation: int, store: dist.Store, *, timeout_s: float | None = None) -> None:
+        """Give every handle a new inner communicator, in order of creation, as a collective act of all ranks.
+
+        Whatever an older generation left open is closed first.
+
+        Args:
+            generation: newer than every closed one.
+            store: rendezvous of that generation; belongs to this object from now on.
+            timeout_s: deadline of the whole; defaults to the store's own, or 30 s.
+
+        Raises:
+            RebuildTimeout: some peers did not come, or connecting failed; the message names them.
+            CollectiveAborted: closed meanwhile.
+        """
+        _native.close(generation - 1)
+        self._enter(generation, store)
+        limit_s: float = getattr(store, "timeout_s", REBUILD_S) if timeout_s is None else timeout_s
+        self._builder().build_all(_native.handles(), limit_s)
+
+    def close(self, generation: int) -> None:
+        """Close every handle of generations up to `generation`, the way the native listener does.
+
+        On return new collectives raise, `frozen()` is true, those in flight have failed or are about to.
+        """
+        _native.close(generation)
+
+    def reap(self) -> None:
+        """Release the communicators of closed generations on a thread: joining gloo's threads takes up to a second."""
+        self._reapers = [reaper for reaper in self._reapers if reaper.is_alive()]
+        reaper = threading.Thread(target=_native.reap, name="deadpool-reaper", daemon=True)
+        reaper.start()
+        self._reapers.append(reaper)
+
+    # ---- looking in ----
+
+    def handles(self) -> list[HandleStatus]:
+        """All handles in order of creation."""
+        return [
+            HandleStatus(
+                name=handle.handle_name,
+                kind=handle.kind,
+                rank=handle.rank(),
+                size=handle.size(),
+                generation=handle.generation,
+                issued=handle.issued,
+                completed=handle.completed,
+            )
+            for handle in _native.handles()
+        ]
+
+    def before_call(self, hook: CallHook | None) -> None:
+        """Call `hook` before each collective, only while set. What it raises reaches the caller of the collective."""
+        self._hook = hook
+        self._hook_calls = 0
+        self._refresh_taps()
+
+    def failed_collective(self, error: BaseException) -> bool:
+        """Whether `error`, or what it was raised from, came from a collective, to the best of our knowledge."""
+        seen: set[int] = set()
+        current: BaseException | None = error
+        while current is not None and id(current) not in seen:
+            seen.add(id(current))
+            if isinstance(current, (CollectiveAborted, dist.DistError)):
+                return True
+            if isinstance(current, RuntimeError) and _COLLECTIVE_TEXT.search(str(current)):
+                return True
+            current = current.__cause__ or current.__context__
+        return False
+
+    # ---- called by the patches ----
+
+    def make_handle(self, kind: str, rank: int, size: int, options: c10d.Backend.Options) -> SwapBackend:
+        return SwapBackend(rank, size, kind, options)
+
+    def adopt(self, handle: SwapBackend) -> None:
+        if handle.handle_name != "unnamed":
+            return
+        handle.set_name(self._name_of(handle))
+        if self._needs_tap():
+            handle.set_tap(self._tap)
+        if self._store is not None:
+            try:
+                self._builder().build_one(handle, self._members(handle), self.timeout_s)
+            except BaseException:
+                handle.shutdown()  # its group never came to be: no later generation builds it
+                raise
+
+    # ---- called by the default store ----
+
+    def current_store(self) -> dist.Store | None:
+        return None if self.is_closed() else self._store
+
+    def user_call(self, method: str, key: str, call: Callable[[], T]) -> T:
+        return call()
+
+    # ---- inside ----
+
+    def _enter(self, generation: int, store: dist.Store) -> None:
+        _native.open(generation)
+        self._leave_store()
+        self._store = store
+
+    def _leave_store(self) -> None:
+        store, self._store = self._store, None
+        close = getattr(store, "close", None)
+        if close is not None:
+            close()
+
+    def _builder(self) -> HandlesBuilder:
+        assert self._store is not None
+        return HandlesBuilder(
+            store=self._store,
+            prefix=f"/{self.job_id}/{self.generation}",
+            generation=self.generation,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+
+    def _name_of(self, handle: SwapBackend) -> str:
+        """Name of the group, the same on all its members; a second handle of a group adds its kind."""
+        group = str(getattr(handle.options, "group_name", "")) or f"group-{self._adopted}"
+        self._adopted += 1
+        taken = {other.handle_name for other in _native.handles()}
+        return f"{group}.{handle.kind}" if group in taken else group
+
+    def _members(self, handle: SwapBackend) -> Sequence[int]:
+        return list(handle.options.global_ranks_in_group) or range(self.world_size)
+
+    def _needs_tap(self) -> bool:
+        return self._hook is not None
+
+    def _refresh_taps(self) -> None:
+        tap = self._tap if self._needs_tap() else None
+        for handle in _native.handles():
+            handle.set_tap(tap)
+
+    def _tap(
+        self,
+        handle_name: str,
+        op: str,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        root: int,
+        issue: Callable[[], c10d.Work | None],
+    ) -> c10d.Work | None:
+        hook = self._hook
+        if hook is not None:
+            with self._lock:
+                index = self._hook_calls
+                self._hook_calls += 1
+            hook(handle_name, op, index)
+        return issue()
