@@ -13,7 +13,6 @@ _PUBLIC = {
     "init": "deadpool.api",
     "wrap": "deadpool.api",
     "wrap_step": "deadpool.api",
-    "replicated": "deadpool.api",
 }
 
 __all__ = ["__version__", *_PUBLIC]

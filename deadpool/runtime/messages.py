@@ -11,14 +11,14 @@ import msgspec
 from deadpool.core.types import Name
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all messages; the tag is the class name."""
 
 
 # ---- worker -> agent ---------------------------------------------------------------------------------
 
 
-class Ready(Message):
+class Ready(Message, frozen=True, kw_only=True, tag=True):
     """Imports are done and the self-test passed; the worker is parked."""
 
     pid: int
@@ -26,25 +26,20 @@ class Ready(Message):
     seconds: float
 
 
-class Joined(Message):
+class Joined(Message, frozen=True, kw_only=True, tag=True):
     """`deadpool.init()` returned in the worker."""
 
     generation: int
 
 
-class Attach(Message):
-    """`wrap` was called: sizes of the segment this rank needs, and what the layout says."""
+class Attach(Message, frozen=True, kw_only=True, tag=True):
+    """`wrap` was called: what this rank's segment must hold."""
 
     generation: int
-    blob_capacity: int
-    unique_bytes: int
-    replicated_bytes: int
-    once: bytes  # constructor record and layout, written once
-    layout_hash: str
-    groups: list[list[int]]  # ranks of each replicated group
+    once: bytes  # OnceArea: constructor record and layout
 
 
-class Captured(Message):
+class Captured(Message, frozen=True, kw_only=True, tag=True):
     """A named step is complete in the rank's own bank."""
 
     name: Name
@@ -52,24 +47,23 @@ class Captured(Message):
     blob_len: int
 
 
-class Refused(Message):
-    """This rank will never capture `step` under this naming."""
+class Refused(Message, frozen=True, kw_only=True, tag=True):
+    """This rank will never capture `step`."""
 
     generation: int
-    term: int
     step: int
     at_step: int
     why: str
 
 
-class Rehearsed(Message):
+class Rehearsed(Message, frozen=True, kw_only=True, tag=True):
     """The throw-away build of a parked spare ended."""
 
     seconds: float
     problem: str = ""
 
 
-class Raised(Message):
+class Raised(Message, frozen=True, kw_only=True, tag=True):
     """An exception left `train` while no handle had been closed in this generation."""
 
     generation: int
@@ -79,26 +73,26 @@ class Raised(Message):
     traceback: str
 
 
-class Unwound(Message):
+class Unwound(Message, frozen=True, kw_only=True, tag=True):
     """The worker is back in `wrap`, its captures are drained, its communicators are down."""
 
     generation: int  # the generation that was closed
     finished_step: int
 
 
-class Restored(Message):
+class Restored(Message, frozen=True, kw_only=True, tag=True):
     """The rank stands at the rollback step of `generation` with live communicators."""
 
     generation: int
     seconds: dict[str, float]
 
 
-class RestoreFailed(Message):
+class RestoreFailed(Message, frozen=True, kw_only=True, tag=True):
     generation: int
     why: str
 
 
-class FirstStep(Message):
+class FirstStep(Message, frozen=True, kw_only=True, tag=True):
     """The first step after a recovery is finished."""
 
     generation: int
@@ -106,14 +100,14 @@ class FirstStep(Message):
     seconds: float
 
 
-class WorkerDone(Message):
+class WorkerDone(Message, frozen=True, kw_only=True, tag=True):
     """This rank finished its last step; it takes part in recoveries until told to finish."""
 
     generation: int
     step: int
 
 
-class Note(Message):
+class Note(Message, frozen=True, kw_only=True, tag=True):
     """A line for the event log."""
 
     event: str
@@ -123,7 +117,7 @@ class Note(Message):
 # ---- agent -> worker ---------------------------------------------------------------------------------
 
 
-class Assign(Message):
+class Assign(Message, frozen=True, kw_only=True, tag=True):
     """Run the script as this rank."""
 
     rank: int
@@ -138,45 +132,42 @@ class Assign(Message):
     rehearse: bool = False  # throw the build away at `wrap`
 
 
-class Segment(Message):
-    """Answer to Attach; the descriptor travels with it."""
-
-    blob_capacity: int
-    unique_bytes: int
-    replicated_bytes: int
-    once_bytes: int
-
-
-class CaptureStep(Message):
-    """Capture `step` (the naming of the leader) into `bank` when its boundary is reached."""
+class SegmentReply(Message, frozen=True, kw_only=True, tag=True):
+    """Answer to Attach; the descriptor of the rank's segment travels with it."""
 
     generation: int
-    term: int
+
+
+class CaptureStep(Message, frozen=True, kw_only=True, tag=True):
+    """Capture `step` into `bank` when its boundary is reached. Replaces what was told before."""
+
+    generation: int
     step: int
     bank: int
+    committed_step: int  # every rank is protected up to this step; -1: nothing is
 
 
-class DropNamings(Message):
-    """Forget every naming of an older term or generation that is not yet captured."""
+class WithdrawStep(Message, frozen=True, kw_only=True, tag=True):
+    """Do not capture `step` if it has not begun."""
 
     generation: int
-    term: int
+    step: int
 
 
-class Run(Message):
+class Run(Message, frozen=True, kw_only=True, tag=True):
     """The View says RUNNING in this generation: enter `train`."""
 
     generation: int
 
 
-class Abort(Message):
+class Abort(Message, frozen=True, kw_only=True, tag=True):
     """The handles were closed: unwind. (The close itself goes over the native channel.)"""
 
     generation: int  # the new generation
     reason: str
 
 
-class Restore(Message):
+class Restore(Message, frozen=True, kw_only=True, tag=True):
     """Rebuild the communicators of `generation` and restore `name` from `bank`."""
 
     generation: int
@@ -185,13 +176,13 @@ class Restore(Message):
     rendezvous: tuple[str, int]
 
 
-class Finish(Message):
+class Finish(Message, frozen=True, kw_only=True, tag=True):
     """All ranks finished; `wrap` returns."""
 
     generation: int
 
 
-class Exit(Message):
+class Exit(Message, frozen=True, kw_only=True, tag=True):
     """End at once, writing nothing."""
 
     code: int
@@ -201,7 +192,7 @@ class Exit(Message):
 # ---- agent <-> agent ---------------------------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True, kw_only=True, tag=True):
     """First message on a control connection."""
 
     member: str
@@ -209,14 +200,14 @@ class Hello(Message):
     generation: int
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True, kw_only=True, tag=True):
     member: str
     generation: int
     view_revision: int
     reaches_store: bool
 
 
-class Silent(Message):
+class Silent(Message, frozen=True, kw_only=True, tag=True):
     """`observer` has not heard `member` for silence_dead_s, or its host says the process is gone."""
 
     observer: str
@@ -226,7 +217,7 @@ class Silent(Message):
     back: bool = False  # it was heard again: the observation is withdrawn
 
 
-class Relay(Message):
+class Relay(Message, frozen=True, kw_only=True, tag=True):
     """A commit message (Naming, Report, BanksReport), encoded by the core's types."""
 
     sender: str
@@ -235,7 +226,7 @@ class Relay(Message):
     body: bytes
 
 
-class Stalled(Message):
+class Stalled(Message, frozen=True, kw_only=True, tag=True):
     """No step finished for the progress timeout: what this host's workers say."""
 
     member: str
@@ -246,19 +237,34 @@ class Stalled(Message):
     handles: list[list[tuple[int, int, int]]]
 
 
-class StatusRequest(Message):
+class StallQuery(Message, frozen=True, kw_only=True, tag=True):
+    """The leader asks every host for a Stalled report."""
+
+    generation: int
+
+
+class StatusRequest(Message, frozen=True, kw_only=True, tag=True):
     token: str
 
 
-class StatusReply(Message):
+class StatusReply(Message, frozen=True, kw_only=True, tag=True):
     body: bytes  # msgpack of a dict
 
 
 WorkerToAgent = (
-    Ready | Joined | Attach | Captured | Refused | Rehearsed | Raised | Unwound | Restored | RestoreFailed
-    | FirstStep | WorkerDone | Note
+    Ready
+    | Joined
+    | Attach
+    | Captured
+    | Refused
+    | Rehearsed
+    | Raised
+    | Unwound
+    | Restored
+    | RestoreFailed
+    | FirstStep
+    | WorkerDone
+    | Note
 )
-AgentToWorker = (
-    Assign | Segment | CaptureStep | DropNamings | Run | Abort | Restore | Finish | Exit
-)
-Control = Hello | Heartbeat | Silent | Relay | Stalled | StatusRequest | StatusReply
+AgentToWorker = Assign | SegmentReply | CaptureStep | WithdrawStep | Run | Abort | Restore | Finish | Exit
+Control = Hello | Heartbeat | Silent | Relay | Stalled | StallQuery | StatusRequest | StatusReply

@@ -1,0 +1,87 @@
+"""`deadpool run`: all hosts of a job on this machine (`--standalone`), or this machine's host of a larger job."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from deadpool.cli.jobs import JobFile, write_job_file
+from deadpool.cli.report import build_report, print_timeline, write_report
+from deadpool.cli.rundir import merge_events
+from deadpool.config import Config
+from deadpool.errors import ConfigError
+from deadpool.membership.embedded import EMBEDDED_WARNING
+
+
+def run_command(config: Config) -> int:
+    """Run the job; returns the exit code of docs/exit-codes.md."""
+    job_id = config.job.job_id or f"job-{secrets.token_hex(4)}"
+    config = replace(config, job=replace(config.job, job_id=job_id))
+    run_dir = _make_run_dir(config)
+    if config.run.standalone:
+        code = _run_standalone(config, run_dir)
+    elif config.membership.etcd:
+        code = _run_host(config, run_dir)
+    else:
+        raise ConfigError(["give --etcd HOST:PORT[,...], or --standalone for all hosts on this machine"])
+    if config.run.events:
+        merge_events(run_dir, Path(config.run.events))
+    if config.run.report:
+        write_report(build_report(run_dir, config), Path(config.run.report))
+    return code
+
+
+def _run_standalone(config: Config, run_dir: Path) -> int:
+    from deadpool.runtime.launch import StandaloneRun
+
+    print(f"deadpool: {EMBEDDED_WARNING}", file=sys.stderr)
+    token = secrets.token_hex(16)
+
+    job_files: list[Path] = []
+
+    def write_file(endpoint: str) -> None:
+        job = JobFile(
+            job_id=config.job.job_id, token=token, run_dir=str(run_dir), pid=os.getpid(), etcd=(endpoint,)
+        )
+        job_files.append(write_job_file(job))
+
+    started_s = time.monotonic()
+    try:
+        outcome = StandaloneRun(config, run_dir, token, on_started=write_file).run()
+    finally:
+        for path in job_files:
+            path.unlink(missing_ok=True)
+    report = build_report(run_dir, config)
+    if report.recoveries:
+        print_timeline(report)
+    print(
+        f"deadpool: {outcome.reason} (code {outcome.exit_code}, {time.monotonic() - started_s:.1f} s); "
+        f"run folder {run_dir}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return outcome.exit_code
+
+
+def _run_host(config: Config, run_dir: Path) -> int:
+    from deadpool.runtime.agent import run_agent
+
+    token = secrets.token_hex(16)  # the job's own is that of the agent which came first
+    label = f"{socket.gethostname().split('.')[0]}"
+    return run_agent(config, run_dir, label, token)
+
+
+def _make_run_dir(config: Config) -> Path:
+    folder = Path(config.run.run_dir or Path("deadpool-runs") / config.job.job_id).absolute()
+    if config.run.standalone and (folder / "result.json").exists():
+        raise ConfigError([f"{folder} holds another run: give another --run-dir or --job-id"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"run folder {folder} cannot be made: {error.strerror}"]) from error
+    return folder

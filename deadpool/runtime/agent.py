@@ -1,0 +1,788 @@
+"""The agent: one process per host. It owns the host's copies, workers and lease, and may lead the job.
+
+One main thread carries out everything; watches, connections, streams and children have threads of their
+own that only hand over (`_post`). Agent death is host loss: the workers die with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from deadpool.communicator.rendezvous_server import RendezvousServer
+from deadpool.config import Config
+from deadpool.core import membership, progress
+from deadpool.core.types import Member, MemberId, Name, Phase, View
+from deadpool.errors import ConfigError, DeadPoolError, ExitCode, LeaseLost, MembershipError, StoreUnavailable
+from deadpool.events import EventLog, boottime_s
+from deadpool.liveness.progress import ProgressChange, ProgressWatch
+from deadpool.membership.claim import claim_job
+from deadpool.membership.etcd import EtcdConfig, EtcdStore, parse_endpoints
+from deadpool.membership.lease import LeaseKeeper
+from deadpool.membership.records import (
+    AckPut,
+    FaultPut,
+    FinishedPut,
+    JobClaim,
+    LeaderGone,
+    LeaderPut,
+    MemberGone,
+    MemberPut,
+    RegistryEvent,
+    StoreLost,
+    StoreReached,
+    ViewGone,
+    ViewPut,
+)
+from deadpool.membership.registry import Registry
+from deadpool.membership.store import Lease
+from deadpool.runtime.fetch import Fetcher
+from deadpool.runtime.host import Host, HostCallbacks, HostParts
+from deadpool.runtime.leader import Leader, LeadershipLost
+from deadpool.runtime.messages import (
+    Control,
+    Heartbeat,
+    Relay,
+    Silent,
+    Stalled,
+    StallQuery,
+)
+from deadpool.runtime.peers import Peers, PeersCallbacks
+from deadpool.runtime.protection import Protection, ProtectionCallbacks
+from deadpool.runtime.result import write_result
+from deadpool.runtime.status import describe
+from deadpool.runtime.workforce import Worker, WorkerState, Workforce, WorkforceCallbacks
+from deadpool.runtime.writer import RegistryWriter
+from deadpool.store.data_server import DataServer
+from deadpool.store.host_memory import HostMemoryStore
+from deadpool.store.replication import Replicator
+from deadpool.store.tcp import TcpTransport
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+LEAD_RETRY_S = 0.5
+STOP_WORKERS_S = 5.0
+PROGRESS_CHECK_S = 0.25
+LONG_WAIT_S = 30.0
+START_TIMEOUT_S = 300.0  # imports of the workers on a slow file system
+
+
+class _End(Exception):
+    """Unwinds the main loop: this agent is done."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class _Replaced(Exception):
+    """Unwinds the main loop: this incarnation was replaced."""
+
+
+class _Pusher:
+    """Protection's view of the replicator: one push per holder, held when every holder has it."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._waiting: dict[tuple[int, Name], set[MemberId]] = {}
+
+    def push(
+        self, rank: int, name: Name, bank: int, holders: tuple[MemberId, ...] | Any, keep: Name | None
+    ) -> None:
+        known = tuple(holders)
+        if not known:
+            self._agent.post(self._agent.on_held, rank, name)  # a job of one host has no holders
+        for holder in known:
+            self._agent.replicator.push_captured(rank, name, bank, holder, keep)
+
+    def stop(self, rank: int, bank: int) -> None:
+        self._agent.replicator.stop(rank, bank)
+
+
+class Agent:
+    """One incarnation of one host.
+
+    Args:
+        config: configuration of the job.
+        run_dir: folder of the run.
+        host: label of this host, part of every member id.
+        run_id: equal for all agents of one launch; "" if agents are started one by one.
+        token: the launch's token; the job's own may be another (the first agent's).
+    """
+
+    def __init__(self, config: Config, run_dir: Path, host: str, run_id: str, token: str) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.host_label = host
+        self.id: MemberId = f"{host}-{secrets.token_hex(3)}"
+        self._run_id = run_id
+        self._token = token
+        self._queue: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
+        self.log = EventLog(
+            run_dir / f"events-{self.id}.jsonl", run_id or config.job.job_id, self.id, console=self._say
+        )
+        self.address = config.run.address or _own_address(config.membership.etcd)
+        self._members: dict[MemberId, Member] = {}
+        self._leader_id: MemberId = ""
+        self._leader: Leader | None = None
+        self._lead_at_s = 0.0
+        self._reached = False
+        self._ending: View | None = None
+        self._worker_codes: dict[int, int] = {}
+        self._signal = 0
+        self._has_servers = False
+        self._view_revision = 0
+        self._next_progress_s = 0.0
+        self._versions: dict[str, str] = {}
+        self.degraded: dict[str, float] = {}  # reason -> since when
+        self._leader_silence: dict[MemberId, set[MemberId]] = {}
+
+    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run a function on the main thread. From any thread; never blocks."""
+        self._queue.put((function, arguments))
+
+    # ---- life ----------------------------------------------------------------------------------------
+
+    def run(self) -> tuple[int, str]:
+        """Live until the job ends. Returns (exit code, reason). Raises _Replaced."""
+        self._build()
+        try:
+            self._start()
+            self._loop()
+        except _End as end:
+            return end.code, str(end)
+        finally:
+            self._close()
+        raise AssertionError("the loop ends by an exception")
+
+    def _build(self) -> None:
+        config = self.config
+        self.store_client = EtcdStore(_etcd_config(config))
+        self.registry = Registry(self.store_client, config.job.job_id)
+        self.writer = RegistryWriter()
+        self.memory = HostMemoryStore(self.id)
+        self.progress = ProgressWatch(config.liveness)
+        self.workforce = Workforce(
+            config,
+            self.run_dir,
+            self.post,
+            WorkforceCallbacks(
+                message=lambda worker, message: self.host.on_message(worker, message),
+                parked=self._on_parked,
+                lost=lambda worker, cause: self._on_lost(worker, cause),
+                ended=self._on_worker_ended,
+            ),
+        )
+        self.lease: LeaseKeeper | None = None
+        self.watch: Any = None
+
+    def _start(self) -> None:
+        config = self.config
+        self.store_client.connect()
+        claim = claim_job(
+            self.registry,
+            JobClaim(
+                run_id=self._run_id,
+                token=self._token,
+                n_members=config.job.nnodes + config.job.spares,
+                claimed_by=f"{socket.gethostname()}:{os.getpid()}",
+            ),
+            config.membership.lease_ttl_s,
+        )
+        self._token = claim.token
+        self.workforce.start(config.job.nproc_per_node)
+        self._start_servers()
+        self._wait_until_parked()
+        self.member = self._describe()
+        self._make_parts()
+        self.lease = LeaseKeeper(
+            self.store_client,
+            config.membership.lease_ttl_s,
+            enrol=self._enrol,
+            on_lost=lambda error: self.post(self._on_replaced, str(error)),
+        )
+        self.lease.start()
+        self.log.emit("member.registered", host=self.host_label, granted_ttl_s=self.lease.granted_ttl_s)
+        self.watch = self.registry.watch(lambda event: self.post(self._on_registry, event))
+        self.peers.start_watching()
+
+    def _start_servers(self) -> None:
+        self.rendezvous = RendezvousServer(self.address, self._token)
+        self._rendezvous_port = self.rendezvous.start()
+        self.transport = TcpTransport(self._token, bind_host=self.address)
+        self.server = DataServer(self.memory, self.transport)
+        _, self._data_port = self.server.start()
+        self.replicator = Replicator(
+            self.memory,
+            self.transport,
+            address_of=self._data_address,
+            on_held=lambda rank, name: self.post(self.on_held, rank, name),
+            on_failed=lambda rank, name, why: self.post(self._on_push_failed, rank, name, why),
+        )
+        self.replicator.start()
+        self.peers = Peers(
+            self.id,
+            self.address,
+            self._token,
+            self.config,
+            self.log,
+            PeersCallbacks(
+                post=self.post,
+                heartbeat=self._heartbeat,
+                message=self._on_control,
+                silent=self._on_silent,
+                status=lambda: msgspec.msgpack.encode(describe(self)),
+            ),
+        )
+        self._control_port = self.peers.listen()
+        self._has_servers = True
+
+    def _make_parts(self) -> None:
+        self.protection = Protection(
+            self.id,
+            self.memory,
+            _Pusher(self),
+            ProtectionCallbacks(
+                send=self._send_relay,
+                leader=lambda: self._leader_id,
+                tell_worker=self._tell_worker,
+                finished_step=self._finished_step,
+                committed=self._on_committed,
+                refused=lambda rank, step, why: self.log.emit(
+                    "snapshot.refused", generation=self._generation(), rank=rank, step=step, reason=why
+                ),
+                held=lambda rank, name: self.host.on_held(rank, name),
+            ),
+        )
+        self.fetcher = Fetcher(self.transport, self.memory, lambda: dict(self._members), self.post)
+        self.host = Host(
+            self.member,
+            self._token,
+            HostParts(
+                config=self.config,
+                run_dir=self.run_dir,
+                registry=self.registry,
+                writer=self.writer,
+                store=self.memory,
+                server=self.server,
+                workforce=self.workforce,
+                protection=self.protection,
+                fetcher=self.fetcher,
+                log=self.log,
+                stop_streams=self.replicator.set_generation,
+            ),
+            HostCallbacks(
+                members=lambda: self._members,
+                replaced=self._on_replaced,
+                ended=self._on_ended,
+                broken=self._on_broken,
+                running=self._on_running,
+                rendezvous_generation=self.rendezvous.set_generation,
+            ),
+        )
+
+    def _describe(self) -> Member:
+        return Member(
+            id=self.id,
+            host=self.host_label,
+            address=self.address,
+            control_port=self._control_port,
+            data_port=self._data_port,
+            rendezvous_port=self._rendezvous_port,
+            nproc=self.config.job.nproc_per_node,
+            node_rank=self.config.run.node_rank,
+            domain=self.config.run.domain,
+            versions=tuple(sorted(self._versions.items())),
+            pid=os.getpid(),
+        )
+
+    def _enrol(self, lease: Lease, again: bool) -> None:
+        if again:
+            self.registry.register_again(self.member, lease, holds_slot=self.host.slot is not None)
+        else:
+            self.registry.register(self.member, lease)
+
+    def _wait_until_parked(self) -> None:
+        """Imports and self-test of the workers; only then is this host worth registering."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while any(worker.state is WorkerState.STARTING for worker in self.workforce.workers):
+            if time.monotonic() > deadline:
+                raise DeadPoolError(
+                    f"the workers of {self.host_label} did not start within {START_TIMEOUT_S:g} s"
+                )
+            self._take(TICK_S)
+        if any(worker.state is not WorkerState.PARKED for worker in self.workforce.workers):
+            raise DeadPoolError(
+                f"a worker of {self.host_label} did not pass its self-test; see its output above"
+            )
+
+    def _loop(self) -> None:
+        next_tick = 0.0
+        while True:
+            self._take(TICK_S)
+            now_s = time.monotonic()
+            if now_s >= next_tick:
+                next_tick = now_s + TICK_S
+                self._tick(now_s)
+
+    def _take(self, timeout_s: float) -> None:
+        try:
+            function, arguments = self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        function(*arguments)
+
+    def _tick(self, now_s: float) -> None:
+        if self._signal:
+            self._end_by_signal()
+        self.workforce.tick()
+        self.host.tick()
+        self.protection.tick()
+        self._check_lease()
+        if now_s >= self._next_progress_s:
+            self._next_progress_s = now_s + PROGRESS_CHECK_S
+            self._check_progress()
+        if self._leader is not None:
+            self._with_leader(lambda leader: leader.tick())
+        elif self._reached and now_s >= self._lead_at_s and self._ending is None:
+            self._lead_at_s = now_s + LEAD_RETRY_S
+            if not self._leader_id or self._leader_id == self.id:
+                self._campaign()
+        self._check_all_ended()
+
+    def _close(self) -> None:
+        """End everything this agent owns, within bounds."""
+        if self._has_servers:
+            self.peers.close()
+        self.workforce.stop_all(STOP_WORKERS_S)
+        if self._has_servers:
+            self.replicator.close()
+            self.transport.close()
+            self.rendezvous.close()
+        self.writer.close()
+        if self.watch is not None:
+            self.watch.close()
+        if self.lease is not None:
+            self.lease.close()
+            try:
+                self.registry.erase_if_last()
+            except StoreUnavailable as error:
+                logger.info("the job's keys are left to the next start: %s", error)
+        self.memory.close()
+        self.store_client.close()
+        self.log.close()
+
+    # ---- registry ------------------------------------------------------------------------------------
+
+    def _on_registry(self, event: RegistryEvent) -> None:
+        match event:
+            case MemberPut(member=member):
+                self._members[member.id] = member
+                self._members_changed()
+                self._with_leader(lambda leader: leader.joined(member))
+            case MemberGone(member_id=member_id):
+                if member_id != self.id:
+                    self._members.pop(member_id, None)
+                    self._members_changed()
+                self._with_leader(lambda leader: leader.lease_expired(member_id))
+            case LeaderPut(member_id=member_id, term=term):
+                self._leader_id = member_id
+                if self._leader is not None and self._leader.term != term:
+                    self._drop_leadership("another member leads")
+            case LeaderGone():
+                self._leader_id = ""
+                self._drop_leadership("the leadership key is gone")
+                self._lead_at_s = 0.0
+            case ViewPut(view=view, revision=revision):
+                if revision > self._view_revision:
+                    self._view_revision = revision
+                    self._on_view(view)
+            case ViewGone():
+                if self._ending is None:
+                    self._on_replaced("the job's records were erased")
+            case AckPut(ack=ack):
+                self._with_leader(lambda leader: leader.acked(ack))
+            case FaultPut(fault=fault):
+                self._with_leader(lambda leader: leader.fault(fault))
+            case FinishedPut(member_id=member_id, generation=generation):
+                self._with_leader(lambda leader: leader.finished(member_id, generation))
+            case StoreReached():
+                if self._reached:
+                    self.log.emit("store.reachable", seconds=0.0)
+                    self._with_leader(lambda leader: leader.store_returned())
+                self._reached = True
+            case StoreLost(problem=problem):
+                self.log.emit("store.unreachable", reason=problem)
+            case _:
+                pass
+
+    def _members_changed(self) -> None:
+        self.peers.set_members(self._members)
+
+    def _on_view(self, view: View) -> None:
+        self.host.on_view(view)
+        if view.phase is not Phase.RUNNING:
+            self.progress.clear()
+
+    # ---- leading -------------------------------------------------------------------------------------
+
+    def _campaign(self) -> None:
+        assert self.lease is not None
+        try:
+            term = self.registry.campaign(self.id, self.lease.lease)
+            if term is None:
+                return
+            job = self.config.job
+            leader = Leader(
+                self.registry,
+                term,
+                _limits(self.config),
+                (job.nnodes, job.nproc_per_node),
+                self.log,
+                query_stall=self._query_stall,
+                write=self.writer.put,
+            )
+            self._leader = leader
+            self.log.emit("leader.elected", term=term)
+            quarantined = tuple(each.host for each in self.registry.quarantined())
+            leader.start(self.registry.members(), quarantined)
+        except (StoreUnavailable, LeaseLost, LeadershipLost) as error:
+            self._drop_leadership(str(error))
+            return
+        view = self.host.view
+        if view is not None and view.phase is Phase.RUNNING:
+            self._on_running(view, view.rollback or Name(step=0, generation=view.generation))
+
+    def _with_leader(self, act: Callable[[Leader], None]) -> None:
+        if self._leader is None:
+            return
+        try:
+            act(self._leader)
+        except (StoreUnavailable, LeadershipLost, LeaseLost) as error:
+            self._drop_leadership(str(error))  # elected again, it decides anew from what the store says
+
+    def _drop_leadership(self, why: str) -> None:
+        if self._leader is not None:
+            self.log.emit("leader.lost", term=self._leader.term, reason=why)
+            self._leader = None
+            self._lead_at_s = time.monotonic() + LEAD_RETRY_S
+
+    def _on_running(self, view: View, rollback: Name) -> None:
+        now_s = boottime_s()
+        for rank in self.host.ranks():
+            worker = self.workforce.by_rank(rank)
+            if worker is not None and view.phase is Phase.RUNNING:
+                self.progress.add(rank, worker.handle.page, now_s)
+        leader = self._leader
+        if leader is not None and not self.protection.is_leading(view.generation, leader.term):
+            self.protection.lead(view, rollback, leader.term)
+
+    # ---- protection ----------------------------------------------------------------------------------
+
+    def on_held(self, rank: int, name: Name) -> None:
+        self.protection.holder_acked(rank, name)
+
+    def _on_committed(self, name: Name) -> None:
+        self.log.emit("snapshot.committed", generation=self._generation(), step=name.step)
+        if self.degraded:
+            self.degraded.clear()
+            self.log.emit("snapshot.protected", generation=self._generation(), step=name.step)
+
+    def _on_push_failed(self, rank: int, name: Name, why: str) -> None:
+        self.log.emit(
+            "snapshot.degraded", generation=self._generation(), rank=rank, step=name.step, reason=why
+        )
+        self.degraded[why] = time.monotonic()
+        self.protection.replication_failed(rank, name, why)
+
+    def _send_relay(self, member: MemberId, relay: Relay) -> None:
+        if member == self.id:
+            self.post(self.protection.relayed, relay)
+        else:
+            self.peers.send(member, relay)
+
+    def _tell_worker(self, rank: int, message: Any) -> None:
+        worker = self.workforce.by_rank(rank)
+        if worker is not None:
+            worker.handle.send(message)
+
+    def _finished_step(self, rank: int) -> int:
+        worker = self.workforce.by_rank(rank)
+        return worker.handle.page.sample().finished_step if worker is not None else 0
+
+    def _data_address(self, member: MemberId) -> tuple[str, int] | None:
+        found = self._members.get(member)
+        return None if found is None else (found.address, found.data_port)
+
+    # ---- peers ---------------------------------------------------------------------------------------
+
+    def _generation(self) -> int:
+        host = getattr(self, "host", None)
+        return host.view.generation if host is not None and host.view is not None else 0
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            member=self.id,
+            generation=self._generation(),
+            view_revision=self._view_revision,
+            reaches_store=self.lease is not None and self.lease.reaches_store,
+        )
+
+    def _on_control(self, sender: MemberId, message: Control) -> None:
+        match message:
+            case Relay(generation=generation):
+                if generation == self._generation():
+                    self.protection.relayed(message)
+            case Stalled():
+                self._on_stalled(message)
+            case StallQuery(generation=generation):
+                if generation == self._generation():
+                    self._send_stalled()
+            case _:
+                pass
+
+    def _on_silent(self, message: Silent) -> None:
+        self._with_leader(
+            lambda leader: leader.silent(message.observer, message.member, message.gone, message.back)
+        )
+        if message.member == self._leader_id and self._leader is None:
+            observers = self._leader_silence.setdefault(message.member, set())
+            if message.back:
+                observers.discard(message.observer)
+                return
+            observers.add(message.observer)
+            if message.gone or len(observers) >= 2:
+                self._leader_silence.pop(message.member, None)
+                member = message.member
+                self.writer.put(
+                    self._generation(), "eviction of the leader", lambda: self.registry.evict(member)
+                )
+
+    # ---- progress ------------------------------------------------------------------------------------
+
+    def _check_progress(self) -> None:
+        view = self.host.view
+        if view is None or view.phase is not Phase.RUNNING or self._ending is not None:
+            return
+        for rank in self.progress.ranks:
+            worker = self.workforce.by_rank(rank)
+            if worker is None or worker.state is not WorkerState.RUNNING:
+                self.progress.remove(rank)
+        verdicts = self.progress.check(boottime_s())
+        for verdict in verdicts:
+            self.log.emit(
+                f"progress.{verdict.change.value}",
+                generation=view.generation,
+                rank=verdict.rank,
+                finished_step=verdict.finished_step,
+                age_s=verdict.age_s,
+            )
+        if any(verdict.change is not ProgressChange.RESUMED for verdict in verdicts):
+            self._send_stalled()
+
+    def _query_stall(self, generation: int) -> None:
+        self.peers.broadcast(StallQuery(generation=generation))
+        self._send_stalled()
+
+    def _send_stalled(self) -> None:
+        reports = self.progress.report()
+        message = Stalled(
+            member=self.id,
+            generation=self._generation(),
+            ranks=[report.rank for report in reports],
+            tick_frozen=[report.tick_frozen for report in reports],
+            finished_step=[report.finished_step for report in reports],
+            handles=[list(report.handles) for report in reports],
+        )
+        if self._leader is not None:
+            self.post(self._on_stalled, message)
+        elif self._leader_id:
+            self.peers.send(self._leader_id, message)
+
+    def _on_stalled(self, message: Stalled) -> None:
+        reports = tuple(
+            progress.RankProgress(
+                rank=rank,
+                tick_frozen=frozen,
+                finished_step=step,
+                handles=tuple(
+                    progress.HandleProgress(name_hash=name, issued=issued, completed=completed)
+                    for name, issued, completed in handles
+                ),
+            )
+            for rank, frozen, step, handles in zip(
+                message.ranks, message.tick_frozen, message.finished_step, message.handles, strict=True
+            )
+        )
+        self._with_leader(lambda leader: leader.stalled(message.generation, reports))
+
+    # ---- fencing and the end -------------------------------------------------------------------------
+
+    def _check_lease(self) -> None:
+        """Past its own deadline: fence, unless etcd is down for all (peers say so)."""
+        if self.lease is None or not self.lease.is_overdue or len(self._members) < 2:
+            return
+        heard, reaches = self.peers.who_reaches_store()
+        if reaches:
+            self._on_replaced("its lease ran out while peers reach the control plane")
+        elif not heard:
+            self._on_replaced("its lease ran out and it reaches neither the control plane nor a peer")
+
+    def _on_replaced(self, why: str) -> None:
+        if self._ending is None:
+            self.log.emit("member.fenced", generation=self._generation(), reason=why)
+            raise _Replaced(why)
+
+    def _on_parked(self, worker: Worker) -> None:
+        self.log.emit("worker.ready", pid=worker.handle.pid, seconds=time.monotonic() - worker.since_s)
+        if hasattr(self, "host"):
+            self.host.on_parked(worker)
+
+    def _on_lost(self, worker: Worker, cause: str) -> None:
+        if hasattr(self, "host"):
+            self.host.on_lost(worker, cause)
+        elif worker.state is WorkerState.GONE:
+            raise DeadPoolError(
+                f"a worker of {self.host_label} {cause} before it was ready; see its output above"
+            )
+
+    def _on_broken(self, why: str) -> None:
+        raise _End(int(ExitCode.USER_ERROR), why)
+
+    def _on_ended(self, view: View) -> None:
+        if self._ending is not None:
+            return
+        self._ending = view
+        self.peers.stop_judging()
+        pids = [self._members[member].pid for member in view.slots if member in self._members]
+        write_result(self.run_dir, view, pids)
+        if view.phase is Phase.FINISHED:
+            self.workforce.finish(view.generation)
+        else:
+            self.workforce.exit_all(view.exit_code or int(ExitCode.USER_ERROR), view.reason)
+
+    def _on_worker_ended(self, worker: Worker, code: int) -> None:
+        self._worker_codes[worker.rank] = code
+
+    def _check_all_ended(self) -> None:
+        view = self._ending
+        if view is None:
+            return
+        if view.phase is Phase.FINISHED and any(
+            worker.state is not WorkerState.GONE for worker in self.workforce.workers
+        ):
+            return  # scripts may go on after wrap
+        bad = [code for code in self._worker_codes.values() if code]
+        code = view.exit_code or (int(ExitCode.USER_ERROR) if bad else 0)
+        self.log.emit("run.finished", generation=view.generation, exit_code=code, reason=view.reason)
+        raise _End(code, view.reason)
+
+    def on_signal(self, number: int) -> None:
+        """Signal handler's part: noticed at the next tick."""
+        self._signal = number
+
+    def _end_by_signal(self) -> None:
+        interrupted = self._signal == signal.SIGINT
+        code = int(ExitCode.INTERRUPTED if interrupted else ExitCode.TERMINATED)
+        raise _End(code, "Ctrl-C" if interrupted else "SIGTERM")
+
+    def _say(self, line: str) -> None:
+        print(f"[{self.host_label}] {line}", file=sys.stderr, flush=True)
+
+
+def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str = "") -> int:
+    """Run a host until the job ends; a replaced incarnation comes back as a new one, a spare.
+
+    Returns:
+        The exit code.
+    """
+    logging.basicConfig(level=logging.WARNING, format=f"[{host}] %(levelname)s %(name)s: %(message)s")
+    current: list[Agent] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if current:
+            current[-1].on_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    _lower_oom_score()
+    while True:
+        agent = Agent(config, run_dir, host, run_id or token, token)
+        current.append(agent)
+        try:
+            code, _ = agent.run()
+            return code
+        except _Replaced:
+            config = replace(
+                config, run=replace(config.run, node_rank=None)
+            )  # the wish is for the first start
+        except ConfigError as error:
+            for problem in error.problems:
+                print(f"deadpool: {problem}", file=sys.stderr, flush=True)
+            return int(ExitCode.BAD_INPUT)
+        except StoreUnavailable as error:
+            print(f"deadpool: {error}", file=sys.stderr, flush=True)
+            return int(ExitCode.CONTROL_PLANE_UNREACHABLE)
+        except (DeadPoolError, MembershipError) as error:
+            print(f"deadpool: {error}", file=sys.stderr, flush=True)
+            return int(ExitCode.USER_ERROR)
+
+
+def _limits(config: Config) -> membership.Limits:
+    c, m = config.communicator, config.membership
+    workers_s = c.close_timeout_s + c.abort_timeout_s + c.unwind_timeout_s
+    return membership.Limits(
+        lease_ttl_s=m.lease_ttl_s,
+        suspect_s=m.suspect_s,
+        abort_s=workers_s + c.ack_timeout_s,
+        restore_s=c.rebuild_timeout_s + c.ack_timeout_s,
+        spare_wait_s=m.spare_wait_s,
+        replicas=config.store.replication_factor,
+    )
+
+
+def _etcd_config(config: Config) -> EtcdConfig:
+    m = config.membership
+    return EtcdConfig(
+        endpoints=parse_endpoints(",".join(m.etcd)),
+        ca_file=Path(m.ca) if m.ca else None,
+        cert_file=Path(m.cert) if m.cert else None,
+        key_file=Path(m.key) if m.key else None,
+        user=m.user or None,
+        password=m.password or None,
+    )
+
+
+def _own_address(endpoints: tuple[str, ...]) -> str:
+    """The address that this host uses towards etcd: peers reach it there too."""
+    host, _, port = (endpoints[0] if endpoints else "127.0.0.1:2379").rpartition(":")
+    host = host.removeprefix("http://").removeprefix("https://")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host or "127.0.0.1", int(port)))
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _lower_oom_score() -> None:
+    """The agent holds the copies: it should be the last to be killed for memory."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text("-500")
+    except OSError:
+        pass  # not privileged: the kernel decides

@@ -1,0 +1,221 @@
+"""The leader: feeds the membership machine and carries out what it decides. One agent at a time runs it.
+
+Events come from the registry's watch, from control messages (silence, stalls) and from the clock. The
+only effects are a View written by compare-and-swap under this leadership, a member fenced, and the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from deadpool.core import membership, progress
+from deadpool.core.types import Ack, Fault, FaultKind, Member, MemberId, View
+from deadpool.events import EventLog
+from deadpool.membership.records import Term
+from deadpool.membership.registry import Registry
+from deadpool.runtime.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+STALL_COLLECT_S = 1.0  # how long hosts may take to answer a StallQuery
+
+
+class LeadershipLost(Exception):
+    """Another agent leads, or the View was changed behind this leader's back."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Stall:
+    """Reports being collected after a host said that a worker makes no progress."""
+
+    generation: int
+    deadline_s: float
+    reports: dict[int, progress.RankProgress]
+
+
+class Leader:
+    """Runs the membership machine while this agent holds the leadership key.
+
+    Args:
+        registry: records of the job.
+        term: this leadership.
+        limits: limits of the machine.
+        n_slots, nproc: shape of the job.
+        log: event log.
+        query_stall: asks every host for a stall report of this generation.
+        write: queues a write that nobody waits for: (generation, what, the write).
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        term: Term,
+        limits: membership.Limits,
+        shape: tuple[int, int],
+        log: EventLog,
+        query_stall: Callable[[int], None],
+        write: Callable[[int, str, Callable[[], object]], None],
+    ) -> None:
+        self.term = term
+        self._registry = registry
+        self._log = log
+        self._query_stall = query_stall
+        self._write = write
+        self._timeline = Timeline(log, self._keep_recovery)
+        self._state = membership.initial_state(limits, *shape)
+        self._revision = 0
+        self._published: View | None = None
+        self._silences: dict[MemberId, set[MemberId]] = {}
+        self._stall: _Stall | None = None
+        self.ended: tuple[int, str] | None = None
+
+    @property
+    def view(self) -> View | None:
+        return self._state.view
+
+    def start(self, members: tuple[Member, ...], quarantined: tuple[str, ...]) -> None:
+        """Take over: read the View and everything acked under it."""
+        view, self._revision = self._registry.view()
+        self._feed(
+            membership.LeaderElected(
+                view=view, members=members, quarantined=quarantined, now_s=time.monotonic()
+            )
+        )
+        if view is not None:
+            for fault in self._registry.faults(view.generation):
+                self.fault(fault)
+            for ack in self._registry.acks(view.generation):
+                self.acked(ack)
+            for member in self._registry.finished(view.generation):
+                self.finished(member, view.generation)
+
+    # ---- events --------------------------------------------------------------------------------------
+
+    def joined(self, member: Member) -> None:
+        self._feed(membership.MemberJoined(member=member, now_s=time.monotonic()))
+
+    def lease_expired(self, member: MemberId) -> None:
+        self._note_lost(member, "lease_expired")
+        self._feed(membership.LeaseExpired(member_id=member, now_s=time.monotonic()))
+
+    def silent(self, observer: MemberId, member: MemberId, gone: bool, back: bool) -> None:
+        """One observer's word. Two observers, or the host's own refusal, confirm it."""
+        observers = self._silences.setdefault(member, set())
+        if back:
+            observers.discard(observer)
+            return
+        observers.add(observer)
+        if gone or len(observers) >= 2:
+            self._note_lost(member, "process_gone" if gone else "silence")
+            self._feed(
+                membership.SilenceConfirmed(
+                    member_id=member, observers=tuple(sorted(observers)), now_s=time.monotonic()
+                )
+            )
+            self._silences.pop(member, None)
+
+    def fault(self, fault: Fault) -> None:
+        view = self._state.view
+        if view is not None and fault.generation == view.generation:
+            self._timeline.fault(fault, self._host_of(fault.member))
+        self._feed(membership.FaultReported(fault=fault, now_s=time.monotonic()))
+
+    def acked(self, ack: Ack) -> None:
+        self._timeline.acked(ack)
+        self._feed(membership.Acked(ack=ack, now_s=time.monotonic()))
+
+    def finished(self, member: MemberId, generation: int) -> None:
+        self._feed(membership.Finished(member_id=member, generation=generation, now_s=time.monotonic()))
+
+    def stalled(self, generation: int, reports: tuple[progress.RankProgress, ...]) -> None:
+        """A host says that its workers make no progress, or answers our query."""
+        view = self._state.view
+        if view is None or generation != view.generation:
+            return
+        if self._stall is None or self._stall.generation != generation:
+            self._stall = _Stall(generation, time.monotonic() + STALL_COLLECT_S, {})
+            self._query_stall(generation)
+        for report in reports:
+            self._stall.reports[report.rank] = report
+        if len(self._stall.reports) == view.world_size:
+            self._judge_stall()
+
+    def store_returned(self) -> None:
+        self._feed(membership.StoreReturned(now_s=time.monotonic()))
+
+    def tick(self) -> None:
+        if self._stall is not None and time.monotonic() > self._stall.deadline_s:
+            self._judge_stall()
+        self._feed(membership.Tick(now_s=time.monotonic()))
+
+    def _judge_stall(self) -> None:
+        stall, self._stall = self._stall, None
+        view = self._state.view
+        if stall is None or view is None or stall.generation != view.generation:
+            return
+        culprits = progress.find_culprits(tuple(stall.reports.values()))
+        for rank in culprits:
+            report = stall.reports[rank]
+            why = "its process is stopped" if report.tick_frozen else "it did not join a collective"
+            self.fault(
+                Fault(
+                    kind=FaultKind.WORKER_STUCK,
+                    member=view.member_of_rank(rank),
+                    generation=view.generation,
+                    ranks=(rank,),
+                    step=report.finished_step + 1,
+                    detail=f"no progress while others wait: {why}",
+                )
+            )
+
+    def _note_lost(self, member: MemberId, how: str) -> None:
+        view = self._state.view
+        if view is not None and member in view.slots:
+            ranks = tuple(view.ranks_of_slot(view.slots.index(member)))
+            self._timeline.lost(member, self._host_of(member), how, ranks)
+
+    def _host_of(self, member: MemberId) -> str:
+        return next((each.host for each in self._state.members if each.id == member), "")
+
+    # ---- effects -------------------------------------------------------------------------------------
+
+    def _keep_recovery(self, generation: int, summary: dict[str, Any]) -> None:
+        self._write(
+            generation, "summary of a recovery", lambda: self._registry.put_recovery(generation, summary)
+        )
+        self._write(generation, "cleaning up", lambda: self._registry.clean(generation - 1))
+
+    def _feed(self, event: membership.Event) -> None:
+        self._state, effects = membership.step(self._state, event)
+        for effect in effects:
+            match effect:
+                case membership.PublishView(view=view):
+                    self._publish(view)
+                case membership.Fence(member_id=member, reason=reason, quarantine=quarantine):
+                    self._log.emit("member.fenced", subject=member, reason=reason)
+                    self._registry.fence(member, reason, quarantine=quarantine)
+                case membership.End(exit_code=code, reason=reason):
+                    self.ended = (code, reason)
+
+    def _publish(self, view: View) -> None:
+        before = self._published
+        revision = self._registry.publish_view(view, self._revision, self.term)
+        if revision is None:
+            raise LeadershipLost(f"the View of generation {view.generation} was not accepted")
+        self._revision = revision
+        self._silences.clear()
+        self._log.emit(
+            "view.published",
+            generation=view.generation,
+            phase=view.phase.value,
+            reason=view.reason,
+            slots=list(view.slots),
+            joining=list(view.joining),
+            leaving=list(view.leaving),
+        )
+        self._timeline.published(before, view)
+        self._published = view

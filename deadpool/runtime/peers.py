@@ -1,0 +1,161 @@
+"""The other hosts, as this one sees them: heartbeats, silence, and who reaches the control plane.
+
+Threads of the connections and of the neighbour watch hand over through `post`; everything else runs on the
+agent's main thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from deadpool.config import Config
+from deadpool.core.types import Member, MemberId
+from deadpool.events import EventLog
+from deadpool.liveness.neighbour import NeighbourWatch, SilenceCallbacks, SilenceDetector
+from deadpool.runtime.control import ControlCallbacks, ControlPlane
+from deadpool.runtime.messages import Control, Heartbeat, Hello, Silent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeersCallbacks:
+    """What the agent hears and is asked."""
+
+    post: Callable[..., None]  # runs a function on the main thread
+    heartbeat: Callable[[], Heartbeat]  # any thread
+    message: Callable[
+        [MemberId, Control], None
+    ]  # main thread; heartbeats that bring nothing new are left out
+    silent: Callable[[Silent], None]  # main thread: an observation, one's own or a peer's
+    status: Callable[[], bytes]  # any thread
+
+
+class Peers:
+    """Connections to all members, and the watch over the neighbours among them.
+
+    Args:
+        member: this incarnation.
+        address: address to listen on.
+        token: the job's token.
+        config: configuration of the job.
+        log: event log.
+        callbacks: see PeersCallbacks.
+    """
+
+    def __init__(
+        self,
+        member: MemberId,
+        address: str,
+        token: str,
+        config: Config,
+        log: EventLog,
+        callbacks: PeersCallbacks,
+    ) -> None:
+        self.suspects: set[MemberId] = set()
+        self._member = member
+        self._silence_dead_s = config.liveness.silence_dead_s
+        self._log = log
+        self._callbacks = callbacks
+        self._known: set[MemberId] = set()
+        self._gone: set[MemberId] = set()  # their hosts said that no such process exists
+        self._is_over = False
+        self._reaches: dict[MemberId, tuple[float, bool]] = {}  # when heard, and whether it reaches the store
+        self._control = ControlPlane(
+            address,
+            token,
+            lambda: Hello(member=member, token=token, generation=callbacks.heartbeat().generation),
+            ControlCallbacks(
+                message=self._on_message,
+                gone=lambda peer: callbacks.post(self._observe, peer, True),
+                status=callbacks.status,
+            ),
+        )
+        self._neighbours = NeighbourWatch(
+            SilenceDetector(config.liveness, member),
+            config.liveness.heartbeat_interval_s,
+            payload=callbacks.heartbeat,
+            send=self._control.send,
+            callbacks=SilenceCallbacks(
+                on_suspect=lambda peer, age_s: callbacks.post(self._on_suspect, peer, age_s),
+                on_silent=lambda peer, observers: callbacks.post(self._observe, peer, False),
+                on_return=lambda peer: callbacks.post(self._on_return, peer),
+                on_pause=lambda late_s: log.emit("liveness.paused", late_s=late_s),
+            ),
+        )
+
+    def listen(self) -> int:
+        """Accept connections; returns the port."""
+        return self._control.start()
+
+    def start_watching(self) -> None:
+        self._neighbours.start()
+
+    def close(self) -> None:
+        self._neighbours.close()
+        self._control.close()
+
+    def set_members(self, members: Mapping[MemberId, Member]) -> None:
+        """The members that exist now."""
+        self._known = set(members)
+        self.suspects &= self._known
+        self._gone &= self._known
+        self._control.set_peers({key: value for key, value in members.items() if key != self._member})
+        self._neighbours.set_members(members)
+
+    def stop_judging(self) -> None:
+        """The job has ended: hosts that leave are no news."""
+        self._is_over = True
+
+    def send(self, member: MemberId, message: Control) -> None:
+        self._control.send(member, message)
+
+    def broadcast(self, message: Control) -> None:
+        self._control.broadcast(message)
+
+    def who_reaches_store(self) -> tuple[bool, bool]:
+        """(some peer was heard lately, some peer heard lately reaches the control plane)."""
+        now_s = time.monotonic()
+        fresh = [
+            reaches for seen_s, reaches in self._reaches.values() if now_s - seen_s < self._silence_dead_s
+        ]
+        return bool(fresh), any(fresh)
+
+    # ---- observations --------------------------------------------------------------------------------
+
+    def _on_message(self, sender: MemberId, message: Control) -> None:
+        """Connection thread."""
+        self._neighbours.heard(sender)
+        if isinstance(message, Heartbeat):
+            self._reaches[sender] = (time.monotonic(), message.reaches_store)
+            if message.view_revision <= self._callbacks.heartbeat().view_revision:
+                return
+        if isinstance(message, Silent):
+            self._callbacks.post(self._callbacks.silent, message)
+        else:
+            self._callbacks.post(self._callbacks.message, sender, message)
+
+    def _observe(self, peer: MemberId, gone: bool) -> None:
+        """This host's own observation: said to all, because the silent one may be the leader."""
+        if peer not in self._known or peer in self._gone or self._is_over:
+            return
+        if gone:
+            self._gone.add(peer)
+        self._log.emit("liveness.silent", subject=peer, age_s=0.0 if gone else self._silence_dead_s)
+        self._say(peer, gone=gone, back=False)
+
+    def _on_suspect(self, peer: MemberId, age_s: float) -> None:
+        self.suspects.add(peer)
+        self._log.emit("liveness.suspect", subject=peer, age_s=age_s)
+
+    def _on_return(self, peer: MemberId) -> None:
+        self.suspects.discard(peer)
+        self._log.emit("liveness.returned", subject=peer)
+        self._say(peer, gone=False, back=True)
+
+    def _say(self, peer: MemberId, *, gone: bool, back: bool) -> None:
+        generation = self._callbacks.heartbeat().generation
+        message = Silent(observer=self._member, member=peer, generation=generation, gone=gone, back=back)
+        for other in self._known - self._gone - {peer, self._member}:
+            self._control.send(other, message)
+        self._callbacks.silent(message)

@@ -1,0 +1,90 @@
+"""The timeline of recoveries, as the leader sees them: begin, done, and the summary that outlives it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from deadpool.core.types import Ack, Fault, MemberId, Phase, Source, View
+from deadpool.events import EventLog
+
+
+class Timeline:
+    """Turns faults and published Views into `recovery.begin` and `recovery.done`.
+
+    Args:
+        log: event log.
+        keep: keeps a summary where every member finds it: (generation, plain values).
+    """
+
+    def __init__(self, log: EventLog, keep: Callable[[int, dict[str, Any]], None]) -> None:
+        self._log = log
+        self._keep = keep
+        self._cause: dict[str, Any] = {}
+        self._began_s = 0.0  # 0: no recovery is under way
+        self._phase_s = 0.0
+        self._acks: dict[MemberId, Ack] = {}
+
+    def fault(self, fault: Fault, host: str) -> None:
+        """A fault was reported; the View that answers it follows."""
+        self._cause = {
+            "kind": fault.kind.value,
+            "ranks": list(fault.ranks),
+            "host": host,
+            "subject": fault.member,
+        }
+
+    def lost(self, member: MemberId, host: str, how: str, ranks: tuple[int, ...]) -> None:
+        """A host was lost."""
+        self._cause = {"kind": how, "ranks": list(ranks), "host": host, "subject": member}
+
+    def acked(self, ack: Ack) -> None:
+        if ack.phase is Phase.ABORTING:
+            self._acks[ack.member] = ack
+            self._phase_s = time.monotonic()  # agreeing counts from the last ack
+
+    def published(self, before: View | None, view: View) -> None:
+        """A View was published."""
+        now_s = time.monotonic()
+        match view.phase:
+            case Phase.ABORTING:
+                self._begin(view, now_s)
+            case Phase.RESTORING:
+                if before is not None and before.phase is Phase.ABORTING:
+                    self._log.emit(
+                        "recovery.phase",
+                        generation=view.generation,
+                        phase="agree",
+                        seconds=now_s - self._phase_s,
+                    )
+            case Phase.RUNNING:
+                if self._began_s and view.rollback is not None:
+                    self._done(view, now_s)
+            case _:
+                pass
+
+    def _begin(self, view: View, now_s: float) -> None:
+        self._began_s = self._began_s or now_s
+        self._phase_s = now_s
+        self._acks.clear()
+        self._log.emit("recovery.begin", generation=view.generation, reason=view.reason, **self._cause)
+
+    def _done(self, view: View, now_s: float) -> None:
+        assert view.rollback is not None
+        finished = [ack.last_step for ack in self._acks.values() if ack.last_step]
+        groups = any(ack.groups for ack in self._acks.values())
+        source = "checkpoint" if view.source is Source.CHECKPOINT else "replicated" if groups else "replica"
+        summary: dict[str, str | int | float] = {
+            "source": source,
+            "rollback_step": view.rollback.step,
+            "rollback_generation": view.rollback.generation,
+            # Finished on every rank that answered; the lost ranks may have finished less.
+            "lost_steps": max(0, min(finished, default=view.rollback.step) - view.rollback.step),
+            "seconds": now_s - self._began_s,
+        }
+        self._log.emit("recovery.done", generation=view.generation, **summary)
+        kept = {"generation": view.generation, "reason": view.reason, **self._cause, **summary}
+        self._keep(view.generation, kept)
+        self._began_s = 0.0
+        self._cause = {}

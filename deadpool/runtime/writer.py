@@ -1,0 +1,62 @@
+"""Writes to the membership store that nobody waits for: acks, faults, finish records.
+
+They are tried again until they are in, or until the generation they belong to is over. One thread, in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from deadpool.errors import LeaseLost, MembershipError, StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+JOIN_TIMEOUT_S = 6.0
+
+_Job = tuple[int, str, Callable[[], object]]
+
+
+class RegistryWriter:
+    """One thread that carries out writes of the current generation."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._generation = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="registry-writer", daemon=True)
+        self._thread.start()
+
+    def set_generation(self, generation: int) -> None:
+        """What belongs to older generations is given up."""
+        self._generation = max(self._generation, generation)
+
+    def put(self, generation: int, what: str, write: Callable[[], object]) -> None:
+        """Queue one write; `what` names it in messages."""
+        self._queue.put((generation, what, write))
+
+    def close(self) -> None:
+        self._closing.set()
+        self._queue.put(None)
+        self._thread.join(JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while True:
+            job = self._queue.get()
+            if job is None:
+                return
+            generation, what, write = job
+            while generation >= self._generation:
+                try:
+                    write()
+                    break
+                except (StoreUnavailable, LeaseLost) as error:
+                    logger.debug("%s is tried again: %s", what, error)
+                except MembershipError as error:
+                    logger.warning("%s was not written: %s", what, error)
+                    break
+                if self._closing.wait(RETRY_S):
+                    return
