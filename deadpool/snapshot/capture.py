@@ -121,6 +121,8 @@ class Capture:
                 copied and `on_done` is not called.
         """
         self.wait()
+        if not self._thread.is_alive():
+            raise SnapshotError("the capture thread has ended: its report failed, or the capture was closed")
         if not self._settled.wait(COPY_DEADLINE_S):
             raise SnapshotError(f"reporting the copy before took more than {COPY_DEADLINE_S:.0f} s")
         live = self._resolve()

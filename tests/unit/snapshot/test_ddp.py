@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,7 +86,7 @@ class ServingGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
         self._count()
-        self._inner.allgather(outputs, inputs, options or distributed_c10d.AllgatherOptions()).wait()
+        self._inner.allgather(outputs, inputs, options or AllgatherOptions()).wait()
         return Finished(outputs[0])
 
     def getSize(self) -> int:
@@ -137,7 +138,7 @@ class Job:
             find_unused_parameters=case.find_unused_parameters,
         )
         torch.manual_seed(100 + rank)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.state: TrainingState = collect({"model": self.model, "optimizer": self.optimizer})
 
     def run(self, *steps: int) -> list[str]:
@@ -218,7 +219,7 @@ def _take_over(rank: int, case: Case, group: ServingGroup, source: Keeper, blob:
         source.go_back(blob, bank=1)
         job = Job.__new__(Job)
         job.case, job.rank, job.group = case, rank, group
-        job.model = source.state.ddp[0].ddp  # type: ignore[assignment]
+        job.model = source.state.ddp[0].ddp
         job.optimizer = source.state.optimizers[0][1]
         job.state = source.state
         found: list[Any] = [job.state.ddp[0].rebuilt]
