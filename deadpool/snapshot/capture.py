@@ -53,7 +53,9 @@ class CaptureStats:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
+    """One copy: live tensors and their version counters at the boundary."""
+
     bank: int
     sources: list[torch.Tensor]
     versions: list[int]
@@ -63,7 +65,7 @@ class Capture:
     """Copies the state into one of two banks, in the background.
 
     Owns one thread; `close` ends it. All methods are for the training thread, `on_done` comes from the
-    copying thread. For CPU tensors.
+    copying thread. For CPU tensors; `CudaCapture` is for a GPU.
 
     Args:
         layout: of `tensors`, in the same order.
@@ -86,6 +88,7 @@ class Capture:
         self._tensors = tuple(tensors)
         self._on_done = on_done
         self._frozen = frozen
+        self._banks = tuple(banks)
         self._targets = [bank_tensors(layout, *bank) for bank in banks]
         filled = [index for index, buffer in enumerate(layout.buffers) if buffer.nbytes]
         self._at_boundary = [index for index in filled if self._copies_at_boundary(index)]
@@ -131,12 +134,11 @@ class Capture:
         sources = [live[index] for index in self._in_background]
         targets = self._targets[bank]
         if boundary:
-            with torch.no_grad():
-                torch._foreach_copy_([targets[index] for index in self._at_boundary], boundary)
+            self._copy_at_boundary([targets[index] for index in self._at_boundary], boundary)
         self._stats = replace(self._stats, captures=self._stats.captures + 1)
         self._copied.clear()
         self._settled.clear()
-        self._launch(_Job(bank, sources, [tensor._version for tensor in sources]))
+        self._launch(Job(bank, sources, [tensor._version for tensor in sources]))
 
     def wait(self) -> None:
         """Return once the live tensors may change. Free when no copy is running."""
@@ -165,9 +167,14 @@ class Capture:
         self.cancel()
         self._shut(deadline_s)
         self._targets = []
+        self._banks = ()
 
     def _copies_at_boundary(self, index: int) -> bool:
         return self._tensors[index].at_boundary
+
+    def _copy_at_boundary(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
 
     def _resolve(self) -> list[torch.Tensor]:
         """The live tensors, each where it was when the capture was built.
@@ -199,7 +206,7 @@ class Capture:
     # The copying thread.
 
     def _open(self) -> None:
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         ready = threading.Event()
         threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="deadpool-capture", daemon=True)
@@ -209,7 +216,7 @@ class Capture:
         # set_num_threads is per thread for OpenMP, but also notes the number for threads made later.
         torch.set_num_threads(threads)
 
-    def _launch(self, job: _Job) -> None:
+    def _launch(self, job: Job) -> None:
         self._jobs.put(job)
 
     def _shut(self, deadline_s: float) -> None:
@@ -228,24 +235,28 @@ class Capture:
             self._stats = replace(self._stats, copied_s=self._stats.copied_s + time.monotonic() - begin_s)
             self._finish(job.bank, reason)
 
-    def _copy(self, job: _Job) -> str | None:
+    def _copy(self, job: Job) -> str | None:
         targets = [self._targets[job.bank][index] for index in self._in_background]
         with torch.no_grad():
             for first, last in self._chunks:
                 if self._cancelled:
                     return "cancelled"
                 torch._foreach_copy_(targets[first:last], job.sources[first:last])
+        return self._find_change(job)
+
+    def _find_change(self, job: Job) -> str | None:
+        """The reason why the copy may be torn: somebody changed what the optimizer alone may change."""
         changed = [
             self._tensors[self._in_background[index]].name
             for index, (tensor, version) in enumerate(zip(job.sources, job.versions, strict=True))
             if tensor._version != version
         ]
-        if changed:
-            return (
-                f"{_name_some(changed)} changed while copied: only optimizer.step of an optimizer given to "
-                "wrap may change parameters and optimizer state (register what a forward changes as a buffer)"
-            )
-        return None
+        if not changed:
+            return None
+        return (
+            f"{_name_some(changed)} changed while copied: only optimizer.step of an optimizer given to "
+            "wrap may change parameters and optimizer state (register what a forward changes as a buffer)"
+        )
 
     def _finish(self, bank: int, reason: str | None) -> None:
         if reason is None and self._cancelled:

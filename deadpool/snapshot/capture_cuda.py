@@ -1,0 +1,130 @@
+"""The copy from a GPU: one batched copy on a side stream into pinned bank memory.
+
+[Note: who waits for whom]
+The side stream waits for the compute stream at the boundary, the compute stream waits for the copy's event
+before the next optimizer step; both waits are on the device, the training thread goes on. The copying
+thread only waits for the event to report it. Version counters move when a kernel is enqueued, long before
+it runs: so they are compared when the optimizer's pre-hook runs, or when the copy completes, whichever
+comes first.
+
+Not run here: there was no GPU where it was written. The CPU class shares all but what is in this file.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from deadpool.errors import SnapshotError
+from deadpool.snapshot.capture import Bank, Capture, Job, OnDone
+from deadpool.snapshot.layout import Layout
+from deadpool.snapshot.stateful import NamedTensor
+
+
+class CudaCapture(Capture):
+    """Like `Capture`, for a state on the current CUDA device.
+
+    Tensors of the state that lie on the CPU (step counts) are copied at the boundary.
+    """
+
+    _flight: _Flight | None
+    _flights: dict[int, _Flight]
+
+    def wait(self) -> None:
+        """Order the next kernels behind the copy. Blocks the device's stream if need be, never the thread."""
+        flight = self._flight
+        if flight is None:
+            return
+        self._flight = None
+        with self._lock:
+            if not flight.is_checked:
+                flight.is_checked, flight.reason = True, self._find_change(flight.job)
+        if not flight.event.query():
+            begin_s = time.monotonic()
+            torch.cuda.current_stream().wait_event(flight.event)
+            waited_s = self._stats.waited_s + time.monotonic() - begin_s
+            self._stats = replace(self._stats, waits=self._stats.waits + 1, waited_s=waited_s)
+
+    def _open(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._lock = threading.Lock()
+        self._flight = None
+        self._flights = {}
+        self._registered = [_register(area) for bank in self._banks for area in bank if area.nbytes]
+        # The default priority is the lowest: compute at a higher one and NCCL go first.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        super()._open()
+
+    def _shut(self, deadline_s: float) -> None:
+        super()._shut(deadline_s)
+        for address in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        self._registered = []
+
+    def _copies_at_boundary(self, index: int) -> bool:
+        return super()._copies_at_boundary(index) or not self._tensors[index].resolve().is_cuda
+
+    def _copy_at_boundary(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        # On the compute stream, so in front of the next forward; the side stream waits for it.
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+
+    def _launch(self, job: Job) -> None:
+        targets = [self._targets[job.bank][index] for index in self._in_background]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            if targets:
+                torch._foreach_copy_(targets, job.sources, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        self._flight = self._flights[job.bank] = _Flight(job, event)
+        super()._launch(job)
+
+    def _copy(self, job: Job) -> str | None:
+        flight = self._flights.pop(job.bank)
+        with torch.cuda.device(self._device):
+            flight.event.synchronize()  # releases the GIL
+        with self._lock:
+            if not flight.is_checked:
+                flight.is_checked, flight.reason = True, self._find_change(job)
+        return flight.reason
+
+
+class _Flight:
+    """A copy on the device."""
+
+    def __init__(self, job: Job, event: torch.cuda.Event) -> None:
+        self.job = job
+        self.event = event
+        self.is_checked = False
+        self.reason: str | None = None
+
+
+def make_capture(
+    layout: Layout,
+    tensors: Sequence[NamedTensor],
+    banks: Sequence[Bank],
+    *,
+    on_done: OnDone,
+    frozen: Callable[[], bool],
+) -> Capture:
+    """The capture for where the state lies: on a GPU if any tensor does. Arguments as for `Capture`."""
+    kind = CudaCapture if any(item.resolve().is_cuda for item in tensors) else Capture
+    return kind(layout, tensors, banks, on_done=on_done, frozen=frozen)
+
+
+def _register(area: memoryview) -> int:
+    """Pin an area of a bank; returns its address."""
+    tensor = torch.frombuffer(area, dtype=torch.uint8)
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
+    if int(error) != 0:
+        raise SnapshotError(
+            f"cudaHostRegister of {tensor.numel()} bytes of bank memory failed with code {int(error)}; "
+            "raise the limit of locked memory (ulimit -l)"
+        )
+    return tensor.data_ptr()
