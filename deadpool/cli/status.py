@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -26,8 +27,9 @@ from deadpool.report import AgentStatus, HostStatus, JobStatus, Protected, RankS
 from deadpool.runtime.ipc import CONTROL_FRAME_BYTES, Channel, ChannelClosed
 from deadpool.runtime.messages import StatusReply, StatusRequest
 
-DEADLINE_S = 2.5  # the command itself answers within 3 s, start included
-_STORE_TIMEOUT_S = 1.5  # etcd's share of the deadline: agents that only it knows are asked after it
+DEADLINE_S = 2.4  # the command itself answers within 3 s, start included
+_STORE_TIMEOUT_S = 1.4  # etcd's share of the deadline: agents that only it knows are asked after it
+_LAST_ANSWERS_S = 0.3  # left for agents that only etcd knew
 _REASON_MARGIN_S = 0.4  # so that the store's own reason arrives before we give up on it
 
 T = TypeVar("T")
@@ -74,9 +76,11 @@ def gather_status(job: JobFile) -> tuple[JobStatus, str]:
         ConfigError: the control plane knows no such job.
     """
     deadline_s = time.monotonic() + DEADLINE_S
-    store = _Question(partial(_ask_store, job))
     hinted = {hint: _Question(partial(_ask_agent, hint, job.token, deadline_s)) for hint in job.members_hint}
-    answer = store.wait(time.monotonic() + _STORE_TIMEOUT_S)
+    # gRPC takes a third of a second to import, more on a busy machine: that is not etcd's silence.
+    import_module("deadpool.membership.etcd")
+    store = _Question(partial(_ask_store, job))
+    answer = store.wait(min(time.monotonic() + _STORE_TIMEOUT_S, deadline_s - _LAST_ANSWERS_S))
     problem = ""
     if answer is None:
         problem = store.problem or f"no answer from {', '.join(job.etcd)} within {_STORE_TIMEOUT_S:g} s"
@@ -291,7 +295,6 @@ class _Question(Generic[T]):
 
 
 def _ask_store(job: JobFile) -> StoreAnswer:
-    # gRPC takes a third of a second to import: on this thread, while agents are asked on others.
     from deadpool.membership.etcd import EtcdConfig, EtcdStore, parse_endpoints
     from deadpool.membership.records import JobClaim
     from deadpool.membership.registry import Registry

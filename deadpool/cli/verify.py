@@ -73,8 +73,22 @@ class Outcome:
     difference: Difference | None  # None: bit-identical
 
 
-def verify_command(config: Config, undisturbed: str | None = None) -> int:
-    """Run, run again with the injections, compare, print; returns the exit code."""
+Run = Callable[[Sequence[str]], int]
+"""Does `deadpool run` with these arguments, in a process of its own; returns its exit code."""
+
+
+def verify_command(config: Config, undisturbed: str | None = None, *, run: Run | None = None) -> int:
+    """Run, run again with the injections, compare, print; returns the exit code.
+
+    Args:
+        config: as the command line gave it.
+        undisturbed: folder that keeps the undisturbed run for the next time, or holds it from the last.
+        run: for tests.
+
+    Raises:
+        ConfigError: not standalone, or a folder that is not fresh.
+    """
+    run = run or run_process
     if not config.run.standalone:
         raise ConfigError(["verify starts all hosts itself: give --standalone"])
     injections = parse_injections(config.run.inject, config.world_size)
@@ -89,12 +103,12 @@ def verify_command(config: Config, undisturbed: str | None = None) -> int:
     for folder in (after, *(() if undisturbed else (before,))):
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError([f"{folder} is not empty: verify wants a fresh --run-dir"])
-    code = _undisturbed_run(config, before)
+    code = _undisturbed_run(config, before, run)
     if code:
-        print(f"deadpool: the undisturbed run ended with code {code}; there is nothing to compare with")
+        print(f"deadpool: the undisturbed run ended with code {code}: there is nothing to compare with")
         return code
     print(f"deadpool: now with {', '.join(config.run.inject)}", flush=True)
-    code = _run(disturbed_arguments(config, after))
+    code = run(disturbed_arguments(config, after))
     if code in _PASSED_THROUGH:
         print(f"deadpool: the disturbed run ended with code {code}")
         return code
@@ -209,7 +223,7 @@ def _folders(config: Config, folder: Path) -> dict[str, object]:
     }
 
 
-def _undisturbed_run(config: Config, folder: Path) -> int:
+def _undisturbed_run(config: Config, folder: Path, run: Run) -> int:
     """Make the undisturbed run unless `folder` holds the same one already; returns its exit code."""
     stamp = _make_stamp(config)
     path = folder / "verify.json"
@@ -221,7 +235,7 @@ def _undisturbed_run(config: Config, folder: Path) -> int:
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError([f"{folder} holds something else, or an unfinished run: name another folder"])
     print("deadpool: first undisturbed", flush=True)
-    code = _run(undisturbed_arguments(config, folder))
+    code = run(undisturbed_arguments(config, folder))
     if code == 0:
         path.write_bytes(msgspec.json.encode(stamp))
     return code
@@ -237,7 +251,7 @@ def _make_stamp(config: Config) -> Stamp:
     return Stamp(settings=shown, script_sha256=digest, version=deadpool.__version__)
 
 
-def _run(arguments: Sequence[str]) -> int:
+def run_process(arguments: Sequence[str]) -> int:
     """`deadpool run` in a process of its own; Ctrl-C and SIGTERM end it, too."""
     libc = ctypes.CDLL(None, use_errno=True)
     process = subprocess.Popen(

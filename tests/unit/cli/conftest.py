@@ -1,0 +1,96 @@
+"""Run folders made by hand: an undisturbed run of two ranks and six steps, or a disturbed one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORLD_SIZE = 2
+STEPS = 6
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def event(name: str, moment_s: float, generation: int = 1, **fields: Any) -> dict[str, Any]:
+    head = {"event": name, "run_id": "r", "member": "h0-a", "generation": generation}
+    return {**head, "monotonic_s": moment_s, "wall_s": 1e9 + moment_s, **fields}
+
+
+@pytest.fixture
+def make_run() -> Callable[..., Path]:
+    return build_run
+
+
+def build_run(folder: Path, *, disturbed: bool = False) -> Path:
+    """A finished run; the disturbed one lost rank 1 at step 4, and a spare took over from step 3."""
+    for rank in range(WORLD_SIZE):
+        lines = [record(rank, step, 1) for step in range(1, (4 if disturbed else STEPS + 1))]
+        if disturbed:
+            lines += [record(rank, step, 2) for step in range(4, STEPS + 1)]
+        write_lines(folder / "records" / f"rank-{rank}.jsonl", lines)
+        pid = 200 if disturbed and rank == 1 else 100 + rank
+        digests = {
+            "rank": rank,
+            "pid": pid,
+            "member": f"h{rank}-a",
+            "initial": {"weight": "00", "bias": "01"},
+            "final": {"weight": f"a{rank}", "bias": "b0"},
+            "blob": {"rng.torch": f"c{rank}", "data": "d0"},
+            "steps": STEPS,
+        }
+        write_lines(folder / "digests" / f"rank-{rank}.json", [digests])
+    workers = [worker(rank, 100 + rank, 1, "active") for rank in range(WORLD_SIZE)]
+    events = [event("view.published", 1, phase="running", slots="h0-a,h1-a", reason="start")]
+    events.append(event("snapshot.committed", 2, step=3))
+    if disturbed:
+        workers.append(worker(1, 200, 2, "promoted"))
+        struck = {"index": 0, "spec": "sigkill:rank=1@step=4", "kind": "sigkill", "rank": 1, "step": 4}
+        (folder / "injections").mkdir(parents=True)
+        write_lines(
+            folder / "injections" / "0.json",
+            [{**struck, "point": "collective", "pid": 101, "monotonic_s": 5}],
+        )
+        begin = {
+            "kind": "worker_exit",
+            "ranks": [1],
+            "host": "h1",
+            "subject": "h1-a",
+            "reason": "rank 1 was killed",
+        }
+        events += [
+            event("recovery.begin", 5.1, 2, **begin),
+            event("recovery.phase", 5.2, 2, phase="abort", seconds=0.1),
+            event("recovery.phase", 5.3, 2, phase="abort", seconds=0.2, rank=0),
+            event("recovery.phase", 5.5, 2, phase="fetch", seconds=0.3),
+            event("view.published", 5.6, 2, phase="running", slots="h0-a,h2-a", reason="recovered"),
+            event("recovery.done", 5.9, 2, **done),
+        ]
+        events.append(event("snapshot.degraded", 5.3, 2, reason="rank 1 has no replica"))
+    events.append(event("run.finished", 9, exit_code=0, reason="all ranks finished"))
+    write_lines(folder / "events-h0-a.jsonl", events[::2])
+    write_lines(folder / "events-h1-a.jsonl", events[1::2])
+    write_lines(folder / "workers.jsonl", workers)
+    return folder
+
+
+def record(rank: int, step: int, generation: int) -> dict[str, Any]:
+    return {
+        "g": generation,
+        "s": step,
+        "n": "loss",
+        "d": "float32",
+        "sh": [],
+        "b": f"{rank:02x}{step:02x}0000",
+    }
+
+
+def worker(rank: int, pid: int, generation: int, role: str) -> dict[str, Any]:
+    head = {"member": f"h{rank}-a", "rank": rank, "pid": pid}
+    return {**head, "generation": generation, "monotonic_s": float(generation), "role": role}

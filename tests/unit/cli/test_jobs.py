@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from deadpool.cli.jobs import JobFile, find_job, is_running, runtime_dir, write_job_file
+from deadpool.errors import ConfigError
+
+NO_PROCESS = 2**22 + 1  # beyond the largest process id
+
+
+def make(job_id: str, pid: int) -> JobFile:
+    return JobFile(
+        job_id=job_id, token="secret", run_dir="/runs/x", pid=pid, etcd=("h:1",), members_hint=("h:2",)
+    )
+
+
+def test_a_job_file_is_found_again_and_only_its_user_may_read_it(tmp_path: Path) -> None:
+    job = make("j1", os.getpid())
+    path = write_job_file(job, tmp_path / "deadpool")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert find_job("j1", tmp_path / "deadpool") == job
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["j1.json"]
+
+
+def test_without_an_id_the_only_running_job_is_meant(tmp_path: Path) -> None:
+    write_job_file(make("over", NO_PROCESS), tmp_path)
+    with pytest.raises(ConfigError, match="no job runs"):
+        find_job(None, tmp_path)
+    write_job_file(make("one", os.getpid()), tmp_path)
+    assert find_job(None, tmp_path).job_id == "one"
+    write_job_file(make("two", os.getpid()), tmp_path)
+    with pytest.raises(ConfigError, match="name one: one, two"):
+        find_job(None, tmp_path)
+
+
+def test_an_unknown_job_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    write_job_file(make("one", os.getpid()), tmp_path)
+    with pytest.raises(ConfigError, match="no job 'two' .*known jobs: one"):
+        find_job("two", tmp_path)
+
+
+def test_a_name_with_a_path_in_it_stays_in_the_folder(tmp_path: Path) -> None:
+    inner = tmp_path / "deadpool"
+    write_job_file(make("outside", os.getpid()), tmp_path)
+    inner.mkdir()
+    with pytest.raises(ConfigError, match="known jobs: none"):
+        find_job("../outside", inner)
+
+
+def test_the_runtime_directory_follows_the_environment(tmp_path: Path) -> None:
+    assert runtime_dir({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "deadpool"
+    elsewhere = runtime_dir({"XDG_RUNTIME_DIR": str(tmp_path / "absent")})
+    usual = Path(f"/run/user/{os.getuid()}")
+    shared = Path(tempfile.gettempdir()) / f"deadpool-{os.getuid()}"
+    assert elsewhere == (usual / "deadpool" if os.access(usual, os.W_OK) else shared)
+
+
+def test_running_means_that_the_process_exists() -> None:
+    assert is_running(os.getpid())
+    assert not is_running(NO_PROCESS)
+    assert not is_running(0)
