@@ -133,20 +133,29 @@ class EtcdConnection:
         for channel in channels:
             channel.close()
 
-    def call(self, action: str, send: Callable[[Rpc], _T], *, repeatable: bool = True) -> _T:
+    def call(
+        self,
+        action: str,
+        send: Callable[[Rpc], _T],
+        *,
+        repeatable: bool = True,
+        timeout_s: float | None = None,
+    ) -> _T:
         """Send one request, to the next endpoint if one fails, until it is answered or the time is over.
 
         Args:
             action: what is done, for messages.
             send: sends it over the stubs it is given.
             repeatable: whether it may be sent again although it may have been applied.
+            timeout_s: another deadline than the configured one.
 
         Raises:
             RefusedByStore: what it names was not found.
             StoreUnavailable: no answer in time, or a refusal.
         """
-        deadline_s = time.monotonic() + self.config.call_timeout_s
-        attempt_s = self.config.call_timeout_s / len(self.config.endpoints)
+        timeout_s = timeout_s or self.config.call_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        attempt_s = timeout_s / len(self.config.endpoints)
         attempts = 0
         authenticated_anew = False
         while True:
@@ -172,6 +181,8 @@ class EtcdConnection:
                 raise self._unavailable(action, index, code, details) from failure
             self._leave(index)
             if attempts % len(self.config.endpoints) == 0:
+                if _is_distrust(details):  # time does not mend it
+                    raise self._unavailable(action, index, code, details) from failure
                 self._closed.wait(min(_RETRY_PAUSE_S, left_s))
 
     def stream_watch(self, create_request: Any, on_open: Callable[[Any], None]) -> Generator[Any, None, None]:
@@ -285,8 +296,12 @@ def _was_not_sent(code: Any, details: str) -> bool:
     return code is grpc.StatusCode.UNAVAILABLE and details.startswith("failed to connect to all addresses")
 
 
+def _is_distrust(details: str) -> bool:
+    return any(word in details for word in ("certificate", "SSL", "handshake"))
+
+
 def _remedy(code: Any, details: str) -> str:
-    if any(word in details for word in ("certificate", "SSL", "handshake")):
+    if _is_distrust(details):
         return "Check the TLS files, and that the server's certificate names the host that --etcd names."
     refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
     if code in refusals or "auth" in details or "user name" in details:

@@ -34,6 +34,7 @@ from deadpool.membership.store import (
 
 _POLL_S = 0.1
 _T = TypeVar("_T")
+_EXPIRY_LAG_S = 2.0  # etcd deletes the keys of an ended lease up to 0.5 s late, later under load
 _ROUNDING_S = 1.0  # etcd tells whole seconds left to a lease, rounded down
 
 
@@ -71,10 +72,11 @@ def claim_job(
         pairs, _ = registry.store.get_prefix(registry.prefix)
         held = _find(pairs, registry.job_key, JobClaim)
         if held is None:
-            if not pairs and _write_claim(registry, claim, held_revision=0):
+            # Agents claim before they write anything else: without a claim, what is left is of the past.
+            if sight.is_alive(pairs):
+                raise _refusal(registry, "a job that is being erased but has members that stay. End them")
+            if not any(pair.lease for pair in pairs) and _write_claim(registry, claim, held_revision=0):
                 return claim
-            if pairs and sight.is_dead(pairs):
-                _write_claim(registry, claim, held_revision=0)
         else:
             found, revision = held
             joined = _join(registry, claim, found, pairs, sight)
@@ -100,11 +102,15 @@ def _join(
         return None
     if may_be_ours and n_members < found.n_members and not _has_ended(pairs, registry):
         return found
-    raise ConfigError(
-        [
-            f"job id {registry.job_id!r} belongs to a live job ({n_members} of {found.n_members} members, "
-            f"started by {found.claimed_by}). Choose another --job-id, or end that job first"
-        ]
+    raise _refusal(
+        registry,
+        f"a live job ({n_members} of {found.n_members} members, started by {found.claimed_by}). End it first",
+    )
+
+
+def _refusal(registry: Registry, owner_and_remedy: str) -> ConfigError:
+    return ConfigError(
+        [f"job id {registry.job_id!r} belongs to {owner_and_remedy}, or choose another --job-id"]
     )
 
 
@@ -123,15 +129,18 @@ class _Sight:
         """Whether some lease was renewed, or granted, since the first look."""
         self.looks += 1
         for lease in sorted({pair.lease for pair in pairs if pair.lease}):
-            now_s = self.clock()
+            asked_s = self.clock()
             left_s = self.registry.store.lease_remaining_s(lease)
             if lease not in self.first:
-                self.first[lease] = (now_s, left_s)
+                self.first[lease] = (self.clock(), left_s)
                 self.patience_s = max(self.patience_s, left_s)
                 if self.looks > 1 and left_s > 0:
                     return True
             when_s, first_left_s = self.first[lease]
-            if left_s > first_left_s + _ROUNDING_S - (now_s - when_s):
+            unrenewed_s = (
+                first_left_s + _ROUNDING_S - (asked_s - when_s)
+            )  # what it can have without a renewal
+            if left_s > max(0.0, unrenewed_s) or unrenewed_s < -_EXPIRY_LAG_S:
                 return True
         return False
 

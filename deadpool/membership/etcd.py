@@ -38,6 +38,7 @@ UNSAFE_VERSIONS = ("3.5.0", "3.5.1", "3.5.2")
 """Versions that can lose consistency when a server is killed (etcd-io/etcd#13766)."""
 
 _PROBE_KEY = "/deadpool/"
+_CONNECT_S = 2.0  # a command that needs etcd must fail within 3 s, its own start included
 
 
 class EtcdStore(MembershipStore):
@@ -66,10 +67,13 @@ class EtcdStore(MembershipStore):
 
     def connect(self) -> None:
         self._connection.config.check()
-        self.get(_PROBE_KEY)  # a linearizable read: proves a quorum, not only a listening port
-        request = etcdrpc.StatusRequest()
-        answer = self._connection.call("read the version", lambda rpc: rpc.maintenance.Status(request))
-        self._server_version = str(answer.version)
+
+        def probe(rpc: Rpc) -> str:
+            rpc.kv.Range(to_range_request(KeyRange(start=_PROBE_KEY)))  # linearizable: proves a quorum
+            return str(rpc.maintenance.Status(etcdrpc.StatusRequest()).version)
+
+        timeout_s = min(_CONNECT_S, self._connection.config.call_timeout_s)
+        self._server_version = self._connection.call("connect", probe, timeout_s=timeout_s)
 
     def close(self) -> None:
         with self._lock:

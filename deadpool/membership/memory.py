@@ -7,6 +7,7 @@ call that caused the change, after it is complete, in order.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -222,6 +223,7 @@ class MemoryStore(MembershipStore):
         self._server = server
         self._watches: list[_MemoryWatch] = []
         self._is_reachable = True
+        self._is_closed = False
 
     def set_reachable(self, is_reachable: bool) -> None:
         """Cut this client off from the server, or let it back."""
@@ -233,6 +235,7 @@ class MemoryStore(MembershipStore):
         self._check_reachable("connect")
 
     def close(self) -> None:
+        self._is_closed = True
         while self._watches:
             self._watches.pop().close()
 
@@ -296,7 +299,7 @@ class MemoryStore(MembershipStore):
         with server._lock:
             self._check_reachable("read a lease")
             state = server._leases.get(lease)
-            return state.ends_s - server._now_s if state else 0.0
+            return math.floor(state.ends_s - server._now_s) if state else 0.0  # whole seconds, as etcd
 
     def lease_revoke(self, lease: LeaseId) -> None:
         with self._server._lock:
@@ -311,6 +314,8 @@ class MemoryStore(MembershipStore):
         return watch
 
     def _check_reachable(self, action: str) -> None:
+        if self._is_closed:
+            raise StoreUnavailable(f"this client of the memory server is closed ({action})")
         if not self._is_reachable:
             raise StoreUnavailable(f"{_CUT_OFF} ({action}); let it back with set_reachable(True)")
 

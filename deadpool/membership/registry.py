@@ -96,10 +96,9 @@ class Registry:
             MembershipError: the id is taken; an incarnation registers once.
         """
         key = self._member_key(member.id)
-        if (
-            self.store.transaction([is_absent(key)], [Write(key=key, value=_encode(member), lease=lease.id)])
-            is None
-        ):
+        write = Write(key=key, value=_encode(member), lease=lease.id)
+        guards = [is_absent(key), is_absent(self._fenced_key(member.id))]
+        if self.store.transaction(guards, [write]) is None:
             found = self.store.get(key)
             if found is None or found.lease != lease.id:  # else: an earlier try whose answer was lost
                 raise MembershipError(f"member id {member.id} is already registered in job {self.job_id}")
@@ -168,7 +167,8 @@ class Registry:
     def evict(self, member_id: MemberId) -> bool:
         """End the lease of a member whose silence is confirmed, so that nobody waits for it to run out.
 
-        Any member may do it. It takes the leadership of that member with it; unlike `fence` it is no verdict. Returns False if it has no lease any more.
+        Any member may do it. It takes the leadership of that member with it; unlike `fence` it is no verdict.
+        Returns False if it has no lease any more.
         """
         pair = self.store.get(self._member_key(member_id))
         if pair is None:

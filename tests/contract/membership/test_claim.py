@@ -1,0 +1,206 @@
+"""Claiming a job id: new, joined, refused or cleaned. On every store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from deadpool.core.types import Ack, Phase
+from deadpool.errors import ConfigError
+from deadpool.membership.claim import claim_job
+from deadpool.membership.records import JobClaim
+from deadpool.membership.registry import Registry
+from deadpool.membership.store import Lease
+from tests.contract.membership.support import Backend, make_member, make_view, run_at_once
+
+N_MEMBERS = 3
+CLAIM_TTL_S = 2.0
+without_waiting = pytest.mark.parametrize("backend", ["memory"], indirect=True)
+"""For what differs between the stores in nothing but the time it takes."""
+
+
+def make_claim(run_id: str = "", token: str = "secret") -> JobClaim:
+    return JobClaim(run_id=run_id, token=token, n_members=N_MEMBERS, claimed_by="h0, process 1")
+
+
+class Job:
+    """A job under test, with agents that renew, or do not, as time passes."""
+
+    def __init__(self, backend: Backend, registry: Registry) -> None:
+        self.backend, self.registry = backend, registry
+        self.leases: list[Lease] = []
+        self.are_alive = True
+        self.waited_s = 0.0
+        self.on_pause: Callable[[], None] = lambda: None
+
+    def start(self, n_members: int, phase: Phase | None = Phase.RUNNING) -> None:
+        self.claim(make_claim("first"))
+        for number in range(n_members):
+            self.leases.append(self.registry.store.lease_grant(CLAIM_TTL_S))
+            self.registry.register(make_member(number), self.leases[-1])
+        if phase is not None:
+            term = self.registry.campaign(make_member(0).id, self.leases[0])
+            assert term is not None
+            assert self.registry.publish_view(make_view(5, (make_member(0).id,), phase=phase), 0, term)
+            self.registry.put_ack(Ack(member=make_member(0).id, generation=5, phase=phase))
+
+    def kill(self) -> None:
+        """Its agents renew no more."""
+        self.are_alive = False
+
+    def end_leases(self) -> None:
+        for lease in self.leases:
+            self.registry.store.lease_revoke(lease.id)
+
+    def claim(self, claim: JobClaim) -> JobClaim:
+        self.waited_s = 0.0
+        return claim_job(self.registry, claim, CLAIM_TTL_S, clock=self.backend.now_s, pause=self.pause)
+
+    def pause(self, seconds: float) -> None:
+        if self.are_alive:
+            for lease in self.leases:
+                self.registry.store.lease_keepalive(lease.id)
+        self.on_pause()
+        self.backend.pass_time(seconds)
+        self.waited_s += seconds
+
+
+@pytest.fixture
+def job(backend: Backend, registry: Registry) -> Job:
+    return Job(backend, registry)
+
+
+def test_a_new_job_is_claimed_at_once(job: Job) -> None:
+    assert job.claim(make_claim("first")) == make_claim("first")
+    assert job.waited_s == 0
+
+
+def test_agents_launched_together_find_one_claim_whoever_comes_first(backend: Backend, job: Job) -> None:
+    found: list[JobClaim] = []
+
+    def claim(number: int) -> Callable[[], None]:
+        registry = Registry(backend.open_store(), job.registry.job_id)
+        own = make_claim("first", token=f"secret {number}")
+        return lambda: found.append(claim_job(registry, own, CLAIM_TTL_S, clock=backend.now_s))
+
+    run_at_once([claim(number) for number in range(4)])
+
+    assert len(found) == 4
+    assert len(set(found)) == 1
+
+
+def test_a_late_agent_of_the_same_launch_joins_at_once(job: Job) -> None:
+    job.start(N_MEMBERS)
+
+    assert job.claim(make_claim("first", token="other")) == make_claim("first")
+    assert job.waited_s == 0
+
+
+def test_a_second_job_under_a_live_id_is_refused_and_changes_nothing(job: Job) -> None:
+    job.start(N_MEMBERS)
+    before, _ = job.registry.store.get_prefix(job.registry.prefix)
+
+    for run_id in ("second", ""):
+        with pytest.raises(ConfigError, match=r"live job \(3 of 3 members, started by h0, process 1\)"):
+            job.claim(make_claim(run_id))
+        assert job.waited_s < CLAIM_TTL_S + 0.15
+
+    assert job.registry.store.get_prefix(job.registry.prefix)[0] == before
+
+
+@without_waiting
+def test_without_a_run_id_an_agent_joins_a_live_job_that_lacks_a_member(job: Job) -> None:
+    job.start(N_MEMBERS - 1)
+
+    assert job.claim(make_claim()) == make_claim("first")
+
+
+def test_without_a_run_id_an_agent_joins_a_job_that_still_gathers(job: Job) -> None:
+    job.start(1, phase=None)
+
+    assert job.claim(make_claim()) == make_claim("first")
+    assert job.waited_s == 0
+
+
+def test_leftovers_of_a_job_killed_just_now_are_cleaned_within_one_ttl(job: Job) -> None:
+    job.start(N_MEMBERS)
+    job.kill()
+
+    assert job.claim(make_claim("second")) == make_claim("second")
+
+    pairs, _ = job.registry.store.get_prefix(job.registry.prefix)
+    assert [pair.key for pair in pairs] == [job.registry.job_key]
+    assert job.waited_s <= CLAIM_TTL_S + 1.5  # and the rounding of what etcd tells
+
+
+@without_waiting
+def test_leftovers_are_cleaned_also_where_agents_have_no_run_id(job: Job) -> None:
+    job.start(N_MEMBERS)
+    job.kill()
+
+    assert job.claim(make_claim("", token="new")) == make_claim("", token="new")
+    assert job.registry.view() == (None, 0)
+
+
+def test_leftovers_of_a_finished_job_are_cleaned_at_once(job: Job) -> None:
+    job.start(N_MEMBERS, phase=Phase.FINISHED)
+    job.end_leases()
+
+    assert job.claim(make_claim("second")) == make_claim("second")
+    assert job.waited_s == 0
+
+
+def test_keys_without_a_claim_are_leftovers_too(job: Job) -> None:
+    job.registry.put_recovery(1, {})
+
+    assert job.claim(make_claim("first")) == make_claim("first")
+    assert job.waited_s == 0
+    assert job.registry.recoveries() == ()
+
+
+@without_waiting
+def test_members_that_outlive_their_erased_job_are_named(job: Job) -> None:
+    job.start(1)
+    job.registry.store.delete(job.registry.job_key)
+
+    with pytest.raises(ConfigError, match="being erased"):
+        job.claim(make_claim("second"))
+
+
+def test_a_live_job_whose_leases_all_ended_in_a_stall_of_etcd_is_not_taken_for_dead(job: Job) -> None:
+    job.start(N_MEMBERS)
+    job.end_leases()
+
+    def come_back() -> None:
+        if job.waited_s > CLAIM_TTL_S / 3 and not job.registry.members():
+            job.leases = [job.registry.store.lease_grant(CLAIM_TTL_S)]
+            job.registry.register_again(make_member(0), job.leases[0], holds_slot=True)
+
+    job.on_pause = come_back
+
+    with pytest.raises(ConfigError):
+        job.claim(make_claim("second"))
+    assert job.registry.view()[0] is not None
+
+
+def test_of_several_agents_that_find_leftovers_one_cleans_and_none_deletes_the_new_claim(
+    backend: Backend, job: Job
+) -> None:
+    job.start(N_MEMBERS, phase=Phase.FINISHED)
+    job.end_leases()
+    found: list[JobClaim] = []
+
+    def claim(number: int) -> Callable[[], None]:
+        registry = Registry(backend.open_store(), job.registry.job_id)
+        own = make_claim("second", token=f"secret {number}")
+        return lambda: found.append(
+            claim_job(registry, own, CLAIM_TTL_S, clock=backend.now_s, pause=backend.pass_time)
+        )
+
+    run_at_once([claim(number) for number in range(3)])
+
+    assert len(found) == 3
+    assert len(set(found)) == 1
+    pairs, _ = job.registry.store.get_prefix(job.registry.prefix)
+    assert [pair.key for pair in pairs] == [job.registry.job_key]
