@@ -57,6 +57,13 @@ def build_run(folder: Path, *, disturbed: bool = False) -> Path:
             folder / "injections" / "0.json",
             [{**struck, "point": "collective", "pid": 101, "monotonic_s": 5}],
         )
+        done = {
+            "rollback_step": 3,
+            "rollback_generation": 1,
+            "lost_steps": 0,
+            "source": "replica",
+            "seconds": 0.8,
+        }
         begin = {
             "kind": "worker_exit",
             "ranks": [1],

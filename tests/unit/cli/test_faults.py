@@ -246,7 +246,7 @@ def test_a_worker_fault_takes_the_worker_and_nobody_else(
     assert host.stdout.readline() == f"ended {code}\n"
     left = states(host)
     assert left.pop("victim") in "ZX"
-    assert set("".join(left.values())) <= set("SR")
+    assert set("".join(left.values())) <= set("SRD")
 
 
 def test_sigstop_stops_the_worker_and_nobody_else(start_host: Callable[[str], Host]) -> None:

@@ -42,7 +42,7 @@ def test_without_an_id_the_only_running_job_is_meant(tmp_path: Path) -> None:
 def test_an_unknown_job_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     write_job_file(make("one", os.getpid()), tmp_path)
-    with pytest.raises(ConfigError, match="no job 'two' .*known jobs: one"):
+    with pytest.raises(ConfigError, match=r"no job 'two' .*known jobs: one"):
         find_job("two", tmp_path)
 
 
