@@ -1,0 +1,1 @@
+"""Communicators that are replaced under live handles (DESIGN 6). Import `deadpool.communicator.groups`."""

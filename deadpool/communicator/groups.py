@@ -15,10 +15,11 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,13 @@ from torch._C import _distributed_c10d as c10d
 from deadpool.communicator import _native
 from deadpool.communicator._native import SwapBackend
 from deadpool.communicator.default_store import DefaultStore
+from deadpool.communicator.object_calls import pickle_objects
 from deadpool.communicator.rebuild import HandlesBuilder
+from deadpool.communicator.record import describe
+from deadpool.communicator.recorder import Recorder
+from deadpool.communicator.replayer import Replayer
 from deadpool.communicator.torch_patches import TorchPatches
-from deadpool.errors import CollectiveAborted
+from deadpool.errors import CollectiveAborted, CommunicatorError
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +97,14 @@ class Communicators:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._patches = TorchPatches(self)
+        self._default_store = DefaultStore(self)  # kept: C++ calls methods of the Python object
         self._store: dist.Store | None = None
         self._lock = threading.Lock()
         self._hook: CallHook | None = None
         self._hook_calls = 0
+        self._recorder: Recorder | None = None
+        self._replayer: Replayer | None = None
+        self._served: dict[str, deque[list[torch.Tensor]]] = {}
         self._reapers: list[threading.Thread] = []
         self._adopted = 0
         _native.map_page(page_fd)
@@ -122,7 +131,7 @@ class Communicators:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(
             backend,
-            store=DefaultStore(self),
+            store=self._default_store,
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=self.timeout_s),
@@ -134,7 +143,10 @@ class Communicators:
             dist.destroy_process_group()
         _native.close(max(self.generation, self.closed_generation))
         self._patches.remove()
-        self._hook = None
+        if self._recorder is not None:
+            self._recorder.close()
+        self._recorder = self._replayer = self._hook = None
+        self._served.clear()
         self._leave_store()
         self.reap()
         _native.clear_entries()
@@ -201,6 +213,52 @@ class Communicators:
         reaper.start()
         self._reapers.append(reaper)
 
+    # ---- the constructor phase ----
+
+    def start_recording(self) -> None:
+        """Keep what collectives return from now on, and the random generators as they are. Before init_process_group."""
+        self._recorder = Recorder(self.rank, self.world_size)
+        self._refresh_taps()
+
+    def finish_recording(self) -> bytes:
+        """End of the constructor phase: the record, and from now on no Python in a collective."""
+        assert self._recorder is not None
+        record = self._recorder.finish()
+        self._recorder = None
+        self._refresh_taps()
+        return record
+
+    def start_replay(self, record: bytes) -> None:
+        """Answer all collectives from `record` until finish_replay; sets the random generators.
+
+        Raises:
+            ReplayMismatch: the record is of another rank or cannot be read.
+        """
+        self._replayer = Replayer(record, self.rank, self.world_size)
+        self._refresh_taps()
+
+    def finish_replay(self, protected: Iterable[torch.Tensor]) -> None:
+        """End of the replayed constructor phase; handles have no communicators until `open`.
+
+        Args:
+            protected: every tensor that the restore will write.
+
+        Raises:
+            ReplayMismatch: names what differs from the record.
+        """
+        assert self._replayer is not None
+        replayer, self._replayer = self._replayer, None
+        self._refresh_taps()
+        replayer.finish(protected)
+
+    def serve_next(
+        self, group: dist.ProcessGroup, results: Sequence[torch.Tensor | Sequence[torch.Tensor]]
+    ) -> None:
+        """Let the next collectives of `group`, one for each of `results`, return these tensors without peers."""
+        served = [[result] if isinstance(result, torch.Tensor) else list(result) for result in results]
+        self._served.setdefault(str(group.group_name), deque()).extend(served)
+        self._refresh_taps()
+
     # ---- looking in ----
 
     def handles(self) -> list[HandleStatus]:
@@ -246,6 +304,9 @@ class Communicators:
         if handle.handle_name != "unnamed":
             return
         handle.set_name(self._name_of(handle))
+        for phase in (self._recorder, self._replayer):
+            if phase is not None:
+                phase.add_group(handle.handle_name, handle.rank(), handle.size())
         if self._needs_tap():
             handle.set_tap(self._tap)
         if self._store is not None:
@@ -255,12 +316,24 @@ class Communicators:
                 handle.shutdown()  # its group never came to be: no later generation builds it
                 raise
 
+    def object_broadcast(self, group: str, objects: list[Any], run: Callable[[], None]) -> None:
+        if self._replayer is not None:
+            objects[:] = self._replayer.on_object_broadcast(group)
+        elif self._recorder is not None:
+            self._recorder.on_object_broadcast(group, lambda: _run_and_pickle(run, objects))
+        else:
+            run()
+
     # ---- called by the default store ----
 
     def current_store(self) -> dist.Store | None:
         return None if self.is_closed() else self._store
 
     def user_call(self, method: str, key: str, call: Callable[[], T]) -> T:
+        if self._replayer is not None:
+            return self._replayer.on_store(method, key, call)
+        if self._recorder is not None:
+            return self._recorder.on_store(method, key, call)
         return call()
 
     # ---- inside ----
@@ -297,7 +370,7 @@ class Communicators:
         return list(handle.options.global_ranks_in_group) or range(self.world_size)
 
     def _needs_tap(self) -> bool:
-        return self._hook is not None
+        return bool(self._hook or self._recorder or self._replayer or self._served)
 
     def _refresh_taps(self) -> None:
         tap = self._tap if self._needs_tap() else None
@@ -319,4 +392,28 @@ class Communicators:
                 index = self._hook_calls
                 self._hook_calls += 1
             hook(handle_name, op, index)
+        if handle_name in self._served:
+            return self._serve(handle_name, op, outputs)
+        if self._replayer is not None:
+            return self._replayer.on_call(handle_name, op, outputs, inputs, root, issue)
+        if self._recorder is not None:
+            return self._recorder.on_call(handle_name, op, outputs, inputs, root, issue)
         return issue()
+
+    def _serve(self, handle_name: str, op: str, outputs: list[torch.Tensor]) -> c10d.Work:
+        results = self._served[handle_name].popleft()
+        if not self._served[handle_name]:
+            del self._served[handle_name]
+            self._refresh_taps()
+        if [tensor.numel() for tensor in outputs] != [result.numel() for result in results]:
+            raise CommunicatorError(
+                f"group '{handle_name}': {op} {describe(outputs)} was to be served with {describe(results)}"
+            )
+        for output, result in zip(outputs, results, strict=True):
+            output.detach().copy_(result.reshape(output.shape))
+        return _native.done_work(outputs)
+
+
+def _run_and_pickle(run: Callable[[], None], objects: list[Any]) -> bytes:
+    run()
+    return pickle_objects(objects)

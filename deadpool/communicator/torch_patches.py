@@ -1,8 +1,8 @@
 """How handles get under stock ProcessGroups: the few names of torch that are replaced while DeadPool is installed.
 
-User code and frameworks keep asking for "gloo" or "nccl" and every table of torch.distributed stays stock. Two names
-change: the constructors that `distributed_c10d` looks up return a handle, and `ProcessGroup._register_backend` registers a
-handle as CUSTOM and has it built.
+User code and frameworks keep asking for "gloo" or "nccl" and every table of torch.distributed stays stock. What
+changes: the constructors that `distributed_c10d` looks up return a handle, `ProcessGroup._register_backend` registers a
+handle as CUSTOM and has it built, and object collectives are seen at their own level (object_calls.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.distributed.distributed_c10d as distributed
 from torch._C import _distributed_c10d as c10d
 
+from deadpool.communicator import object_calls
 from deadpool.communicator._native import SwapBackend
 from deadpool.errors import IntegrationError
 
@@ -28,6 +29,9 @@ class HandleFactory(Protocol):
 
     def adopt(self, handle: SwapBackend) -> None:
         """Name the handle after its group, and build it. Called again for further devices: does nothing."""
+
+    def object_broadcast(self, group: str, objects: list[Any], run: Callable[[], None]) -> None:
+        """A broadcast_object_list that this rank sends: do `run`, or put the recorded objects into `objects`."""
 
 
 class TorchPatches:
@@ -51,6 +55,9 @@ class TorchPatches:
         if distributed.is_nccl_available():
             self._replace(distributed, "ProcessGroupNCCL", self._shim("nccl", c10d.ProcessGroupNCCL))
         self._replace(c10d.ProcessGroup, "_register_backend", self._registrar())
+        for name, function in object_calls.wrapped(self._factory).items():
+            self._replace(distributed, name, function)
+            self._replace(torch.distributed, name, function)
 
     def remove(self) -> None:
         """Restore what `install` replaced."""
