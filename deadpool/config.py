@@ -15,7 +15,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -43,14 +43,8 @@ def _setting(
 
     A required one has a default for tests only: `deadpool run` wants it from somewhere else.
     """
-    metadata = {
-        "doc": doc,
-        "flag": flag,
-        "at_least": at_least,
-        "command_line_only": command_line_only,
-        "secret": secret,
-        "is_required": is_required,
-    }
+    metadata = {"doc": doc, "flag": flag, "at_least": at_least, "secret": secret}
+    metadata |= {"command_line_only": command_line_only, "is_required": is_required}
     return field(default=default, metadata=metadata)
 
 
@@ -277,7 +271,13 @@ def settings() -> Iterator[Setting]:
     for section, cls in _SECTIONS.items():
         types = get_type_hints(cls)
         for item in fields(cls):
-            yield _describe_field(section, item, types[item.name])
+            yield Setting(
+                section=section,
+                field=item.name,
+                type=types[item.name],
+                default=item.default,
+                **item.metadata,
+            )
 
 
 def load_config(
@@ -435,22 +435,6 @@ def nearest(name: str, known: list[str]) -> str:
     """End of a message about an unknown name: the nearest known one, if any is near."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _describe_field(section: str, item: Field[Any], type_: Any) -> Setting:
-    meta = item.metadata
-    return Setting(
-        section=section,
-        field=item.name,
-        type=type_,
-        default=item.default,
-        doc=meta["doc"],
-        flag=meta["flag"],
-        at_least=meta["at_least"],
-        command_line_only=meta["command_line_only"],
-        secret=meta["secret"],
-        is_required=meta["is_required"],
-    )
 
 
 def _value(config: Config, name: str) -> object:

@@ -191,10 +191,10 @@ def _hosts(
     registered = {member.id: member.host for member in store.members}
     names = {**registered, **{agent.member: agent.host for agent in agents.values()}}
     doubted = {member for agent in agents.values() for member in agent.suspects}
-    lost = {
-        str(member["member"]): str(member.get("host", ""))
+    lost = {  # the leader's summaries name whom each recovery replaced
+        str(recovery["subject"]): str(recovery.get("host", ""))
         for recovery in store.recoveries
-        for member in recovery.get("lost", ())
+        if recovery.get("subject")
     }
     everybody = dict.fromkeys([*filter(None, slots), *registered, *agents, *lost])
     rows = []

@@ -80,7 +80,7 @@ def test_active_spare_suspect_dead_and_quarantined_hosts_are_told_apart() -> Non
         members=(member("h0"), member("h2"), member("h3"), member("h4"), member("h6")),
         view=VIEW,
         quarantined={"h4": "self-test failed", "h5": "pid not reaped"},
-        recoveries=({"generation": 3, "lost": [{"member": "h9-a", "host": "h9"}]},),
+        recoveries=({"generation": 3, "subject": "h9-a", "host": "h9"},),
     )
     agents = [agent("h0", 0, suspects=("h3-a",)), agent("h2"), agent("h3"), agent("h4")]
     status = assemble_status("j", store, {each.member: each for each in agents}, is_reachable=True)
