@@ -3,8 +3,9 @@
     checksum      chunk size and digests
     segment       one rank's memory: a sealed memfd with two banks
     host_memory   all segments of a host, and who reads or writes which bank
-    transport     the interface that moves copies between hosts, its values, the in-process one
-    wire, tcp     the TCP transport
+    transport     the interface that moves copies between hosts, and its values
+    in_process    it, within one process
+    tcp           it, over TCP; with tcp_connection and wire
     data_server   what a host does with streams and fetches that arrive
     replication   what an agent does to have its ranks' snapshots held elsewhere
     fetch         how a joining host gets its ranks' state

@@ -152,27 +152,33 @@ def save_own(
             parts["replicated"] = segment.replicated_view(bank)
 
         def check() -> None:
-            reader.finish()
             check_lease()
+            reader.finish()
 
         return write_shard(root, name, rank, parts, check_lease=check)
 
 
-def write_manifest(root: Path, name: Name, shards: Sequence[Shard], *, check_lease: Check) -> Manifest:
+def write_manifest(
+    root: Path, name: Name, shards: Sequence[Shard], *, world_size: int, check_lease: Check
+) -> Manifest:
     """Make a checkpoint complete. For the leader, once every rank's shard is written.
 
     Args:
         root: folder of all checkpoints of the job.
         name: of the snapshot.
         shards: one per rank, as `write_shard` returned them on the ranks' hosts.
+        world_size: ranks that must be there.
         check_lease: called just before the rename; raises if this host does not lead any more.
 
     Raises:
         SnapshotError: a shard is missing or not what its host wrote.
     """
     ordered = tuple(sorted(shards, key=lambda shard: shard.rank))
-    if not ordered or [shard.rank for shard in ordered] != list(range(len(ordered))):
-        raise SnapshotError(f"checkpoint {name}: shards of ranks {[shard.rank for shard in ordered]} only")
+    if [shard.rank for shard in ordered] != list(range(world_size)):
+        ranks = [shard.rank for shard in ordered]
+        raise SnapshotError(
+            f"checkpoint {name} needs one shard of each of {world_size} ranks, not of {ranks}"
+        )
     manifest = Manifest(name=name, shards=ordered)
     problem = _problem_of(folder_of(root, name), manifest)
     if problem:

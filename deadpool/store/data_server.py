@@ -93,7 +93,7 @@ class DataServer:
         try:
             writer = self._open_writer(header)
         except PeerRefused as error:
-            logger.info("rank %d %s: stream refused: %s", header.rank, header.name, error)
+            logger.info("rank %d %s: stream refused: %s", header.rank, header.name, str(error))
             raise
         if writer is None:
             return None
@@ -185,19 +185,15 @@ class DataServer:
         return bank
 
     def _open_reader(self, request: FetchRequest) -> BankReader | OnceReader:
+        if request.name is None and request.part is not Part.ONCE:
+            raise PeerRefused("only the write-once area can be fetched without a name")
         try:
             if request.name is None:
-                if request.part is not Part.ONCE:
-                    raise PeerRefused("only the write-once area can be fetched without a name")
                 return self._store.read_once(request.rank)
-            try:
-                return self._store.read(request.rank, request.name, kind=SegmentKind.OWN)
-            except SnapshotError:
-                if request.part is Part.REPLICATED:
-                    raise
-                return self._store.read(request.rank, request.name, kind=SegmentKind.HELD)
-        except PeerRefused:
-            raise
+            own = self._store.own(request.rank)
+            is_own = own is not None and own.bank_of(request.name) is not None
+            kind = SegmentKind.OWN if is_own or request.part is Part.REPLICATED else SegmentKind.HELD
+            return self._store.read(request.rank, request.name, kind=kind)
         except SnapshotError as error:
             raise PeerRefused(str(error)) from error
 

@@ -6,10 +6,11 @@ length of the blob once all parts are there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 
 from deadpool.core.types import Name
-from deadpool.errors import LayoutMismatch
+from deadpool.errors import LayoutMismatch, SnapshotError
 from deadpool.store.segment import Segment, SegmentLayout
 from deadpool.store.transport import (
     Address,
@@ -54,7 +55,7 @@ def fetch_once(
 
     request = FetchRequest(rank=rank, part=Part.ONCE, generation=generation, name=name)
     limit_s = timeout_for(MAX_ONCE_BYTES) if timeout_s is None else timeout_s
-    info = transport.fetch(address, request, place, timeout_s=limit_s)
+    info = _fetch(transport, address, request, place, limit_s)
     return bytes(data), info.layout
 
 
@@ -82,7 +83,7 @@ def fetch_unique(
 
     request = FetchRequest(rank=rank, part=Part.UNIQUE, generation=generation, name=name)
     limit_s = timeout_for(into.layout.blob_capacity + into.layout.unique_bytes)
-    info = transport.fetch(address, request, place, timeout_s=limit_s if timeout_s is None else timeout_s)
+    info = _fetch(transport, address, request, place, limit_s if timeout_s is None else timeout_s)
     return info.blob_len
 
 
@@ -107,4 +108,22 @@ def fetch_replicated(
         length_bytes=len(into),
     )
     limit_s = timeout_for(len(into)) if timeout_s is None else timeout_s
-    transport.fetch(address, request, lambda _: [into], timeout_s=limit_s)
+    _fetch(transport, address, request, lambda _: [into], limit_s)
+
+
+def _fetch(
+    transport: Transport,
+    address: Address,
+    request: FetchRequest,
+    place: Callable[[CopyInfo], Sequence[memoryview]],
+    timeout_s: float,
+) -> CopyInfo:
+    try:
+        return transport.fetch(address, request, place, timeout_s=timeout_s)
+    except SnapshotError as error:
+        # Whoever keeps the error would keep its frames, their views, and so the memory of a whole segment.
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__context__
+        raise

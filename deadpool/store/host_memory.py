@@ -398,7 +398,7 @@ class HostMemoryStore:
                         continue
                 names.append(name)
             except SnapshotError as error:
-                logger.info("rank %d: copy %s (%s) is not listed: %s", rank, name, kind.name, error)
+                logger.info("rank %d: copy %s (%s) is not listed: %s", rank, name, kind.name, str(error))
         return tuple(names)
 
 

@@ -250,10 +250,11 @@ class TcpTransport(Transport):
             else:
                 while self._serve_push(connection, endpoint):
                     pass
+        # As text: a record that kept the error would keep its frames, and they the mapping.
         except (ConnectionError, StreamStopped) as error:
-            logger.info("data port: %s closed: %s", peer, error)
+            logger.info("data port: %s closed: %s", peer, str(error))
         except (OSError, SnapshotError) as error:
-            logger.warning("data port: %s closed: %s", peer, error)
+            logger.warning("data port: %s closed: %s", peer, str(error))
         finally:
             self._drop(connection)
             with self._lock:
