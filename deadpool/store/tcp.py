@@ -243,12 +243,10 @@ class TcpTransport(Transport):
         try:
             hello = connection.receive(wire.HELLO_BYTES, Deadline(FRAME_TIMEOUT_S, "hello").check)
             kind, lane = wire.decode_hello(hello, self._job_token)
-            if lane is Lane.BULK:
-                lower_priority()
             if kind is wire.Kind.FETCH:
                 self._serve_fetch(connection, endpoint)
             else:
-                while self._serve_push(connection, endpoint):
+                while self._serve_push(connection, lane, endpoint):
                     pass
         # As text: a record that kept the error would keep its frames, and they the mapping.
         except (ConnectionError, StreamStopped) as error:
@@ -260,18 +258,25 @@ class TcpTransport(Transport):
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
-    def _serve_push(self, connection: Connection, endpoint: Endpoint) -> bool:
+    def _serve_push(self, connection: Connection, lane: Lane, endpoint: Endpoint) -> bool:
         """Serve one stream; False once the peer has no more."""
         frame = connection.receive_when_sent(wire.STREAM_BYTES, self._check_open)
         if frame is None:
             return False
         header = wire.decode_stream(frame)
-        stall = StallWatch(STALL_TIMEOUT_S, f"stream of rank {header.rank}")
+        refusal = ""
         try:
+            # The first one makes the segment. At nice 19 the kernel would take a minute to clear a few GB
+            # on a busy host, while the job waits for snapshot 0: so the priority falls only after it.
             opened = endpoint.open_sink(header, connection.shut_down)
         except PeerRefused as error:
-            connection.send(wire.encode_reply(wire.Code.REFUSED, reason=str(error)), stall.check)
+            refusal = str(error)
+        stall = StallWatch(STALL_TIMEOUT_S, f"stream of rank {header.rank}")
+        if refusal:
+            connection.send(wire.encode_reply(wire.Code.REFUSED, reason=refusal), stall.check)
             return True
+        if lane is Lane.BULK:
+            lower_priority()
         if opened is not None:
             with opened as sink:
 

@@ -74,12 +74,17 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
 class Gate:
     """Stops the first stream that reaches it, until it is opened."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, on_pass: Callable[[], None] = lambda: None, ungated_ranks: tuple[int, ...] = ()
+    ) -> None:
+        self.ungated_ranks = ungated_ranks
         self._reached = threading.Event()
         self._opened = threading.Event()
+        self._on_pass = on_pass
         self.is_armed = True
 
     def pass_through(self) -> None:
+        self._on_pass()
         if self.is_armed:
             self._reached.set()
             assert self._opened.wait(WAIT_S), "the test never opened the gate"
@@ -143,18 +148,19 @@ class GatedSource:
 
 
 class GatedEndpoint:
-    """An endpoint whose streams and fetches stop at a gate after one chunk; ranks not in `ranks` pass."""
+    """An endpoint whose streams and fetches stop at a gate after one chunk."""
 
-    def __init__(self, endpoint: DataServer, gate: Gate, ranks: tuple[int, ...] = (0,)) -> None:
+    def __init__(self, endpoint: DataServer, gate: Gate) -> None:
         self._endpoint = endpoint
         self._gate = gate
-        self._ranks = ranks
 
     def open_sink(
         self, header: StreamHeader, cancel: Callable[[], None]
     ) -> AbstractContextManager[Sink] | None:
         opened = self._endpoint.open_sink(header, cancel)
-        return self._with_gate(opened) if opened is not None and header.rank in self._ranks else opened
+        if opened is None or header.rank in self._gate.ungated_ranks:
+            return opened
+        return self._with_gate(opened)
 
     @contextmanager
     def _with_gate(self, opened: AbstractContextManager[Sink]) -> Iterator[Sink]:
@@ -220,8 +226,11 @@ class Host:
 class Hosts:
     """A few hosts that know one another's addresses."""
 
-    def __init__(self, make_transport: Callable[[], Transport]) -> None:
+    def __init__(
+        self, make_transport: Callable[[], Transport], *, on_outcome: Callable[[], None] = lambda: None
+    ) -> None:
         self._make_transport = make_transport
+        self._on_outcome = on_outcome
         self._hosts: dict[str, Host] = {}
         self._gates: list[Gate] = []
 
@@ -236,6 +245,11 @@ class Hosts:
     ) -> Host:
         """Start a host in generation 0, resumed from snapshot 0."""
         outcomes: queue.Queue[Outcome] = queue.Queue()
+
+        def note(outcome: Outcome) -> None:
+            self._on_outcome()
+            outcomes.put(outcome)
+
         store = HostMemoryStore(member, accept_limit_bytes=accept_limit_bytes, prefault=False)
         transport = self._make_transport()
         server = DataServer(store, transport, choose_bank=choose_bank)
@@ -249,8 +263,8 @@ class Hosts:
             store,
             transport,
             address_of=self.address_of,
-            on_held=lambda rank, of: outcomes.put(Outcome(rank=rank, name=of, failure=None)),
-            on_failed=lambda rank, of, why: outcomes.put(Outcome(rank=rank, name=of, failure=why)),
+            on_held=lambda rank, of: note(Outcome(rank=rank, name=of, failure=None)),
+            on_failed=lambda rank, of, why: note(Outcome(rank=rank, name=of, failure=why)),
             timeout_s=timeout_s,
         )
         replicator.start()

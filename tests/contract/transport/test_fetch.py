@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -233,34 +232,25 @@ def test_fetches_beside_a_careless_writer_are_whole_or_fail(hosts: Hosts) -> Non
     source = owner.make_own(0, sizes)
     joining, segment = make_joining(hosts, sizes)
     fill(source, 0, name(5))
-    is_over = threading.Event()
 
     def overwrite() -> None:
-        while not is_over.is_set():
-            for step in (6, 5):
-                source.begin(0, name(step))
-                source.unique_view(0)[:] = bytes([step]) * sizes.unique_bytes
-                source.complete(0, blob_len=4)
-            is_over.wait(0.004)
+        for step in (6, 5):
+            source.begin(0, name(step))
+            source.unique_view(0)[:] = bytes([step]) * sizes.unique_bytes
+            source.complete(0, blob_len=4)
 
-    writer = threading.Thread(target=overwrite)
-    writer.start()
-    n_whole = n_failed = 0
-    try:
-        for _ in range(200):
-            if n_whole >= 20 and n_failed >= 5:
-                break
+    with ThreadPoolExecutor(1) as pool:
+        for attempt in range(60):
+            overwriting = pool.submit(overwrite)
+            if attempt % 3 == 0:
+                overwriting.result(timeout=WAIT_S)  # this fetch finds a quiet bank
             try:
                 fetch_unique(joining.transport, owner.address, 0, name(5), generation=0, into=segment, bank=0)
             except SnapshotError:
-                n_failed += 1
+                assert attempt % 3 != 0
             else:
-                n_whole += 1
                 assert bytes(segment.unique_view(0)) == bytes([5]) * sizes.unique_bytes
-    finally:
-        is_over.set()
-        writer.join()
-    assert n_whole and n_failed
+            overwriting.result(timeout=WAIT_S)
 
 
 def test_nobody_to_fetch_from_is_a_failure(hosts: Hosts) -> None:

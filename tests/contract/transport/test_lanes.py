@@ -7,17 +7,13 @@ import queue
 import threading
 import time
 
-from deadpool.core.types import Name
-from deadpool.store.data_server import DataServer
-from deadpool.store.host_memory import HostMemoryStore
-from deadpool.store.replication import Replicator
 from deadpool.store.tcp import TcpTransport
 from deadpool.store.transport import BULK_NICE
 from tests.contract.transport.support import MIB, WAIT_S, Gate, Hosts, fill, layout, name, wait_until
 
 
 def test_a_small_push_passes_a_bulk_one_that_is_stuck(hosts: Hosts) -> None:
-    gate = Gate()
+    gate = Gate(ungated_ranks=(1,))
     owner, holder = hosts.add("owner"), hosts.add("holder", gate=gate)
     fill(owner.make_own(0, layout(24 * MIB)), 0, name(0))
     fill(owner.make_own(1, layout(1000)), 0, name(0))
@@ -76,35 +72,23 @@ def test_bulk_is_sent_and_received_at_low_priority_and_small_is_not() -> None:
     def note(side: str) -> None:
         priorities.put((side, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
 
-    def choose(banks: object, incoming: Name, keep: object, rollback: object) -> int:
-        note("receiver")
-        return 0
-
+    gate = Gate(on_pass=lambda: note("receiver"))
+    gate.is_armed = False
+    hosts = Hosts(lambda: TcpTransport("token"), on_outcome=lambda: note("sender"))
+    owner = hosts.add("owner")
+    hosts.add("holder", gate=gate)
     normal = os.getpriority(os.PRIO_PROCESS, 0)
-    stores = [HostMemoryStore(member, prefault=False) for member in ("owner", "holder")]
-    transports = [TcpTransport("token"), TcpTransport("token")]
-    address = DataServer(stores[1], transports[1], choose_bank=choose).start()
-    replicator = Replicator(
-        stores[0],
-        transports[0],
-        address_of=lambda _: address,
-        on_held=lambda *_: note("sender"),
-        on_failed=lambda *_: note("failed"),
-    )
-    replicator.start()
     try:
-        for rank, unique_bytes, nice in ((0, 100, normal), (1, MIB + 1, BULK_NICE)):
-            segment = stores[0].create_own(rank, layout(unique_bytes, once_bytes=0))
+        for unique_bytes, nice in ((100, normal), (MIB + 1, BULK_NICE)):
+            rank = unique_bytes
+            segment = owner.make_own(rank, layout(unique_bytes, once_bytes=0))
             fill(segment, 0, name(0))
-            replicator.push_captured(rank, name(0), 0, "holder", None)
-            seen = {priorities.get(timeout=WAIT_S) for _ in range(2)}
-            assert seen == {("receiver", nice), ("sender", nice)}
+            owner.replicator.push_captured(rank, name(0), 0, "holder", None)
+            owner.await_held()
+            assert set(priorities.queue) == {("receiver", nice), ("sender", nice)}
+            priorities.queue.clear()
     finally:
-        replicator.close()
-        for transport in transports:
-            transport.close()
-        for store in stores:
-            store.close()
+        hosts.close()
 
 
 def test_close_is_quick_while_a_stream_is_stuck(hosts: Hosts) -> None:
