@@ -124,6 +124,9 @@ def why_not_now(state: TrainingState, *, has_stepped: bool) -> str | None:
     for name, root in state.fsdp:
         if fsdp.has_unreduced_gradients(root):
             return f"{name}: gradients that are not reduced yet are carried over the boundary"
+    for table in state.derived:
+        if not table.is_unchanged:
+            return f"{table.name}: changed since wrap; register it with persistent=True, so that it is copied"
     if not has_stepped:
         for name, param in state.params:
             if param.grad is not None:

@@ -43,7 +43,7 @@ class CudaCapture(Capture):
         with self._lock:
             if not flight.is_checked:
                 flight.is_checked, flight.reason = True, self._find_change(flight.job)
-        if not flight.event.query():
+        if not flight.event.query():  # type: ignore[no-untyped-call]
             begin_s = time.monotonic()
             torch.cuda.current_stream().wait_event(flight.event)
             waited_s = self._stats.waited_s + time.monotonic() - begin_s
@@ -65,8 +65,8 @@ class CudaCapture(Capture):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         self._registered = []
 
-    def _copies_at_boundary(self, index: int) -> bool:
-        return super()._copies_at_boundary(index) or not self._tensors[index].resolve().is_cuda
+    def _is_copied_at_boundary(self, item: NamedTensor) -> bool:
+        return super()._is_copied_at_boundary(item) or not item.resolve().is_cuda
 
     def _copy_at_boundary(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         # On the compute stream, so in front of the next forward; the side stream waits for it.
@@ -74,11 +74,11 @@ class CudaCapture(Capture):
             torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def _launch(self, job: Job) -> None:
-        targets = [self._targets[job.bank][index] for index in self._in_background]
+        targets = self._targets[job.bank]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             if targets:
-                torch._foreach_copy_(targets, job.sources, non_blocking=True)
+                torch._foreach_copy_(targets, self._sources, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self._flight = self._flights[job.bank] = _Flight(job, event)

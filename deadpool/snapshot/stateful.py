@@ -52,11 +52,25 @@ class NamedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DerivedTensor:
+    """A table that the constructor computes: not stored, and found out if something changes it."""
+
+    name: str
+    resolve: Callable[[], torch.Tensor]
+    built: torch.Tensor
+    version: int
+
+    @property
+    def is_unchanged(self) -> bool:
+        return self.resolve() is self.built and self.built._version == self.version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
     """One rank's state: tensors in a fixed order, and the objects of the blob."""
 
     tensors: tuple[NamedTensor, ...]
-    derived: tuple[NamedTensor, ...]
+    derived: tuple[DerivedTensor, ...]
     params: tuple[tuple[str, nn.Parameter], ...]  # trainable; their gradients are dropped at a restore
     models: tuple[tuple[str, nn.Module], ...]
     optimizers: tuple[tuple[str, torch.optim.Optimizer], ...]
@@ -163,7 +177,7 @@ class _Collector:
     def __init__(self) -> None:
         self._problems: list[str] = []
         self._tensors: dict[str, NamedTensor] = {}
-        self._derived: list[NamedTensor] = []
+        self._derived: list[DerivedTensor] = []
         self._params: dict[str, nn.Parameter] = {}
         self._param_names: dict[int, str] = {}  # id of a parameter -> name of its tensor
         self._param_ranks: dict[int, tuple[int, ...]] = {}
@@ -264,11 +278,14 @@ class _Collector:
         buffer = module._buffers[key]
         if buffer is None or not self._check_tensor(name, buffer):
             return
-        item = NamedTensor(name=name, resolve=_local_of_buffer(module, key), at_boundary=True)
+        resolve = _local_of_buffer(module, key)
         if is_persistent or buffer.numel() * buffer.element_size() <= DERIVED_MIN_BYTES:
-            self._put(item)
+            self._put(NamedTensor(name=name, resolve=resolve, at_boundary=True))
         else:
-            self._derived.append(item)
+            built = resolve()
+            self._derived.append(
+                DerivedTensor(name=name, resolve=resolve, built=built, version=built._version)
+            )
 
     def _add_optimizer(self, key: str, optimizer: torch.optim.Optimizer) -> None:
         for group_index, group in enumerate(optimizer.param_groups):

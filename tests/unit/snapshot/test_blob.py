@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim import lr_scheduler
 
 from deadpool.errors import IntegrationError, LayoutMismatch, ReplicaCorrupt
 from deadpool.snapshot.blob import build_blob, capacity_for, read_blob, why_not_now
@@ -275,3 +277,43 @@ def test_capacity_leaves_room_for_a_growing_position() -> None:
     assert capacity_for(1000) == 256 * 1024
     assert capacity_for(1_000_000) >= 4_000_000
     assert capacity_for(1_000_001) % 4096 == 0
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "step": lambda o: lr_scheduler.StepLR(o, 2),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 5),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.MultiStepLR(o, [2, 4]), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.CosineAnnealingLR(o, 8)], milestones=[3]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_scheduler_of_torch_goes_on_with_the_same_rates(name: str) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    schedule = SCHEDULES[name](optimizer)
+    state = collect({"optimizer": optimizer, "schedule": schedule})
+
+    def run(steps: int) -> list[tuple[float, float]]:
+        rates = []
+        for _ in range(steps):
+            optimizer.step()
+            schedule.step()
+            rates.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        return rates
+
+    run(3)
+    blob = read_blob(build_blob(state, step=3))
+    expected = run(5)
+    restore_blob(state, blob, serve=never_serve)
+    assert run(5) == expected

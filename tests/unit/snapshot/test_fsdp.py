@@ -34,11 +34,12 @@ class Case:
     prefetch: bool = False
     unshard_async: bool = False
     hybrid: bool = False
+    zero_in_place: bool = False
 
 
 CASES = {
     "plain": Case(),
-    "kept unsharded after forward": Case(reshard=False),
+    "kept unsharded after forward": Case(reshard=False, zero_in_place=True),
     "mixed precision with accumulation": Case(low_precision=True, micro_batches=2),
     "explicit prefetch, asynchronous": Case(prefetch=True, unshard_async=True),
     "hybrid sharding with accumulation": Case(hybrid=True, micro_batches=2),
@@ -142,7 +143,7 @@ def run_step(case: Case, model: Net, optimizer: torch.optim.Optimizer, step: int
         losses.append(bits(loss))
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=not case.zero_in_place)
     return ",".join(losses)
 
 
