@@ -43,11 +43,11 @@ def test_a_spec_names_kind_rank_step_and_point() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [kind.value for kind in InjectionKind])
-@pytest.mark.parametrize("point", [point.value for point in Point])
-def test_every_kind_can_strike_at_every_point(kind: str, point: str) -> None:
-    injection = parse_injection(f"{kind}:rank=0@step=1,at={point}")
-    assert (injection.kind.value, injection.point.value, injection.collective) == (kind, point, 1)
+def test_every_kind_can_strike_at_every_point() -> None:
+    for kind in InjectionKind:
+        for point in Point:
+            injection = parse_injection(f"{kind.value}:rank=0@step=1,at={point.value}")
+            assert (injection.kind, injection.point, injection.collective) == (kind, point, 1)
 
 
 def test_without_a_point_faults_strike_the_first_collective_and_bits_flip_after_the_optimizer() -> None:
@@ -153,23 +153,24 @@ def test_a_bit_is_flipped_by_whoever_knows_the_tensors() -> None:
 
 # ---- the act, on real processes ----------------------------------------------------------------------
 
+# Lines are written with one call each: four processes share the pipe.
 _AGENT = """
-import subprocess, sys
-print("agent", __import__("os").getpid(), flush=True)
+import os, subprocess, sys
+os.write(1, f"agent {os.getpid()}\\n".encode())
 start = lambda kind: subprocess.Popen([sys.executable, "-c", sys.argv[1], kind, sys.argv[2]])
 workers = [start("victim"), start("sibling")]
 for worker in workers:
     worker.wait()
-    print("ended", worker.returncode, flush=True)
+    os.write(1, f"ended {worker.returncode}\\n".encode())
 sys.stdin.read()
 """
 _WORKER = """
 import os, subprocess, sys
 from deadpool.cli.faults import carry_out, parse_injection
 child = subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL) if sys.argv[1] == "sibling" else None
-print(sys.argv[1], os.getpid(), flush=True)
+os.write(1, f"{sys.argv[1]} {os.getpid()}\\n".encode())
 if child is not None:
-    print("loader", child.pid, flush=True)
+    os.write(1, f"loader {child.pid}\\n".encode())
     child.wait()
 sys.stdin.readline()
 carry_out(parse_injection(sys.argv[2]), os.getppid())
