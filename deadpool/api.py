@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from deadpool.errors import ConfigError
 from deadpool.runtime.session import TrainingSession, open_session, session
@@ -55,7 +56,7 @@ def init(*, timeout: datetime.timedelta | None = None) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=effective)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=effective)
+        dist.init_process_group(backend, store=c10d.HashStore(), rank=0, world_size=1, timeout=effective)
     if dist.get_rank() == 0:
         print(
             "deadpool: not started by `deadpool run`: training is UNPROTECTED. "

@@ -69,7 +69,7 @@ def _run_standalone(config: Config, run_dir: Path) -> int:
 
 
 def _run_host(config: Config, run_dir: Path) -> int:
-    from deadpool.runtime.agent import run_agent
+    from deadpool.runtime.agent_process import run_agent
 
     token = secrets.token_hex(16)  # the job's own is that of the agent which came first
     label = f"{socket.gethostname().split('.')[0]}"

@@ -15,20 +15,16 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
 
 from deadpool.communicator.rendezvous_server import RendezvousServer
 from deadpool.config import Config
-from deadpool.core import membership, progress
 from deadpool.core.types import Member, MemberId, Name, Phase, View
-from deadpool.errors import ConfigError, DeadPoolError, ExitCode, LeaseLost, MembershipError, StoreUnavailable
-from deadpool.events import EventLog, boottime_s
-from deadpool.liveness.progress import ProgressChange, ProgressWatch
+from deadpool.errors import DeadPoolError, ExitCode, StoreUnavailable
+from deadpool.events import EventLog
 from deadpool.membership.claim import claim_job
 from deadpool.membership.etcd import EtcdConfig, EtcdStore, parse_endpoints
 from deadpool.membership.lease import LeaseKeeper
@@ -48,21 +44,22 @@ from deadpool.membership.records import (
     ViewPut,
 )
 from deadpool.membership.registry import Registry
-from deadpool.membership.store import Lease
+from deadpool.membership.store import Lease, Watch
 from deadpool.runtime.fetch import Fetcher
 from deadpool.runtime.host import Host, HostCallbacks, HostParts
-from deadpool.runtime.leader import Leader, LeadershipLost
+from deadpool.runtime.leadership import Leadership
 from deadpool.runtime.messages import (
     Control,
     Heartbeat,
     Relay,
-    Silent,
     Stalled,
     StallQuery,
 )
 from deadpool.runtime.peers import Peers, PeersCallbacks
 from deadpool.runtime.protection import Protection, ProtectionCallbacks
+from deadpool.runtime.push import HolderPusher
 from deadpool.runtime.result import write_result
+from deadpool.runtime.stalls import Stalls, ranks_of
 from deadpool.runtime.status import describe
 from deadpool.runtime.workforce import Worker, WorkerState, Workforce, WorkforceCallbacks
 from deadpool.runtime.writer import RegistryWriter
@@ -89,28 +86,8 @@ class _End(Exception):
         self.code = code
 
 
-class _Replaced(Exception):
-    """Unwinds the main loop: this incarnation was replaced."""
-
-
-class _Pusher:
-    """Protection's view of the replicator: one push per holder, held when every holder has it."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._waiting: dict[tuple[int, Name], set[MemberId]] = {}
-
-    def push(
-        self, rank: int, name: Name, bank: int, holders: tuple[MemberId, ...] | Any, keep: Name | None
-    ) -> None:
-        known = tuple(holders)
-        if not known:
-            self._agent.post(self._agent.on_held, rank, name)  # a job of one host has no holders
-        for holder in known:
-            self._agent.replicator.push_captured(rank, name, bank, holder, keep)
-
-    def stop(self, rank: int, bank: int) -> None:
-        self._agent.replicator.stop(rank, bank)
+class Replaced(Exception):
+    """This incarnation was replaced; its host may come back as a new one."""
 
 
 class Agent:
@@ -137,19 +114,14 @@ class Agent:
         )
         self.address = config.run.address or _own_address(config.membership.etcd)
         self._members: dict[MemberId, Member] = {}
-        self._leader_id: MemberId = ""
-        self._leader: Leader | None = None
-        self._lead_at_s = 0.0
         self._reached = False
         self._ending: View | None = None
         self._worker_codes: dict[int, int] = {}
         self._signal = 0
         self._has_servers = False
         self._view_revision = 0
-        self._next_progress_s = 0.0
         self._versions: dict[str, str] = {}
         self.degraded: dict[str, float] = {}  # reason -> since when
-        self._leader_silence: dict[MemberId, set[MemberId]] = {}
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run a function on the main thread. From any thread; never blocks."""
@@ -157,14 +129,19 @@ class Agent:
 
     # ---- life ----------------------------------------------------------------------------------------
 
-    def run(self) -> tuple[int, str]:
-        """Live until the job ends. Returns (exit code, reason). Raises _Replaced."""
+    def run(self) -> int:
+        """Live until the job ends; returns the exit code.
+
+        Raises:
+            Replaced: this incarnation is over.
+            DeadPoolError: it could not start.
+        """
         self._build()
         try:
             self._start()
             self._loop()
         except _End as end:
-            return end.code, str(end)
+            return end.code
         finally:
             self._close()
         raise AssertionError("the loop ends by an exception")
@@ -175,7 +152,9 @@ class Agent:
         self.registry = Registry(self.store_client, config.job.job_id)
         self.writer = RegistryWriter()
         self.memory = HostMemoryStore(self.id)
-        self.progress = ProgressWatch(config.liveness)
+        self.leadership = Leadership(
+            self.id, self.registry, self.writer, config, self.log, query_stall=self._query_stall
+        )
         self.workforce = Workforce(
             config,
             self.run_dir,
@@ -187,8 +166,9 @@ class Agent:
                 ended=self._on_worker_ended,
             ),
         )
+        self.stalls = Stalls(self.id, config.liveness, self.workforce, self.log)
         self.lease: LeaseKeeper | None = None
-        self.watch: Any = None
+        self.watch: Watch | None = None
 
     def _start(self) -> None:
         config = self.config
@@ -230,7 +210,7 @@ class Agent:
             self.memory,
             self.transport,
             address_of=self._data_address,
-            on_held=lambda rank, name: self.post(self.on_held, rank, name),
+            on_held=lambda rank, name: self.post(self._pusher.acked, rank, name),
             on_failed=lambda rank, name, why: self.post(self._on_push_failed, rank, name, why),
         )
         self.replicator.start()
@@ -244,7 +224,7 @@ class Agent:
                 post=self.post,
                 heartbeat=self._heartbeat,
                 message=self._on_control,
-                silent=self._on_silent,
+                silent=self.leadership.on_silent,
                 status=lambda: msgspec.msgpack.encode(describe(self)),
             ),
         )
@@ -252,13 +232,16 @@ class Agent:
         self._has_servers = True
 
     def _make_parts(self) -> None:
+        self._pusher = HolderPusher(
+            self.replicator, held=lambda rank, name: self.post(self.protection.holder_acked, rank, name)
+        )
         self.protection = Protection(
             self.id,
             self.memory,
-            _Pusher(self),
+            self._pusher,
             ProtectionCallbacks(
                 send=self._send_relay,
-                leader=lambda: self._leader_id,
+                leader=lambda: self.leadership.leader_id,
                 tell_worker=self._tell_worker,
                 finished_step=self._finished_step,
                 committed=self._on_committed,
@@ -353,15 +336,11 @@ class Agent:
         self.host.tick()
         self.protection.tick()
         self._check_lease()
-        if now_s >= self._next_progress_s:
-            self._next_progress_s = now_s + PROGRESS_CHECK_S
-            self._check_progress()
-        if self._leader is not None:
-            self._with_leader(lambda leader: leader.tick())
-        elif self._reached and now_s >= self._lead_at_s and self._ending is None:
-            self._lead_at_s = now_s + LEAD_RETRY_S
-            if not self._leader_id or self._leader_id == self.id:
-                self._campaign()
+        if self._ending is None and self.stalls.check(self.host.view):
+            self._send_stalled()
+        lease = self.lease if self._reached and self._ending is None else None
+        if lease is not None and self.leadership.tick(lease.lease):
+            self._on_elected()
         self._check_all_ended()
 
     def _close(self) -> None:
@@ -393,20 +372,16 @@ class Agent:
             case MemberPut(member=member):
                 self._members[member.id] = member
                 self._members_changed()
-                self._with_leader(lambda leader: leader.joined(member))
+                self.leadership.act(lambda leader: leader.joined(member))
             case MemberGone(member_id=member_id):
                 if member_id != self.id:
                     self._members.pop(member_id, None)
                     self._members_changed()
-                self._with_leader(lambda leader: leader.lease_expired(member_id))
+                self.leadership.act(lambda leader: leader.lease_expired(member_id))
             case LeaderPut(member_id=member_id, term=term):
-                self._leader_id = member_id
-                if self._leader is not None and self._leader.term != term:
-                    self._drop_leadership("another member leads")
+                self.leadership.on_leader(member_id, term)
             case LeaderGone():
-                self._leader_id = ""
-                self._drop_leadership("the leadership key is gone")
-                self._lead_at_s = 0.0
+                self.leadership.on_vacant()
             case ViewPut(view=view, revision=revision):
                 if revision > self._view_revision:
                     self._view_revision = revision
@@ -415,15 +390,15 @@ class Agent:
                 if self._ending is None:
                     self._on_replaced("the job's records were erased")
             case AckPut(ack=ack):
-                self._with_leader(lambda leader: leader.acked(ack))
+                self.leadership.act(lambda leader: leader.acked(ack))
             case FaultPut(fault=fault):
-                self._with_leader(lambda leader: leader.fault(fault))
+                self.leadership.act(lambda leader: leader.fault(fault))
             case FinishedPut(member_id=member_id, generation=generation):
-                self._with_leader(lambda leader: leader.finished(member_id, generation))
+                self.leadership.act(lambda leader: leader.finished(member_id, generation))
             case StoreReached():
                 if self._reached:
                     self.log.emit("store.reachable", seconds=0.0)
-                    self._with_leader(lambda leader: leader.store_returned())
+                    self.leadership.act(lambda leader: leader.store_returned())
                 self._reached = True
             case StoreLost(problem=problem):
                 self.log.emit("store.unreachable", reason=problem)
@@ -436,65 +411,24 @@ class Agent:
     def _on_view(self, view: View) -> None:
         self.host.on_view(view)
         if view.phase is not Phase.RUNNING:
-            self.progress.clear()
+            self.stalls.stop()
 
-    # ---- leading -------------------------------------------------------------------------------------
-
-    def _campaign(self) -> None:
-        assert self.lease is not None
-        try:
-            term = self.registry.campaign(self.id, self.lease.lease)
-            if term is None:
-                return
-            job = self.config.job
-            leader = Leader(
-                self.registry,
-                term,
-                _limits(self.config),
-                (job.nnodes, job.nproc_per_node),
-                self.log,
-                query_stall=self._query_stall,
-                write=self.writer.put,
-            )
-            self._leader = leader
-            self.log.emit("leader.elected", term=term)
-            quarantined = tuple(each.host for each in self.registry.quarantined())
-            leader.start(self.registry.members(), quarantined)
-        except (StoreUnavailable, LeaseLost, LeadershipLost) as error:
-            self._drop_leadership(str(error))
-            return
+    def _on_elected(self) -> None:
         view = self.host.view
         if view is not None and view.phase is Phase.RUNNING:
-            self._on_running(view, view.rollback or Name(step=0, generation=view.generation))
-
-    def _with_leader(self, act: Callable[[Leader], None]) -> None:
-        if self._leader is None:
-            return
-        try:
-            act(self._leader)
-        except (StoreUnavailable, LeadershipLost, LeaseLost) as error:
-            self._drop_leadership(str(error))  # elected again, it decides anew from what the store says
-
-    def _drop_leadership(self, why: str) -> None:
-        if self._leader is not None:
-            self.log.emit("leader.lost", term=self._leader.term, reason=why)
-            self._leader = None
-            self._lead_at_s = time.monotonic() + LEAD_RETRY_S
+            self._lead_protection(view, view.rollback or Name(step=0, generation=view.generation))
 
     def _on_running(self, view: View, rollback: Name) -> None:
-        now_s = boottime_s()
-        for rank in self.host.ranks():
-            worker = self.workforce.by_rank(rank)
-            if worker is not None and view.phase is Phase.RUNNING:
-                self.progress.add(rank, worker.handle.page, now_s)
-        leader = self._leader
+        """RUNNING has begun here: progress is judged, and the leader names steps."""
+        self.stalls.start(self.host.ranks())
+        self._lead_protection(view, rollback)
+
+    def _lead_protection(self, view: View, rollback: Name) -> None:
+        leader = self.leadership.leader
         if leader is not None and not self.protection.is_leading(view.generation, leader.term):
             self.protection.lead(view, rollback, leader.term)
 
     # ---- protection ----------------------------------------------------------------------------------
-
-    def on_held(self, rank: int, name: Name) -> None:
-        self.protection.holder_acked(rank, name)
 
     def _on_committed(self, name: Name) -> None:
         self.log.emit("snapshot.committed", generation=self._generation(), step=name.step)
@@ -555,80 +489,21 @@ class Agent:
             case _:
                 pass
 
-    def _on_silent(self, message: Silent) -> None:
-        self._with_leader(
-            lambda leader: leader.silent(message.observer, message.member, message.gone, message.back)
-        )
-        if message.member == self._leader_id and self._leader is None:
-            observers = self._leader_silence.setdefault(message.member, set())
-            if message.back:
-                observers.discard(message.observer)
-                return
-            observers.add(message.observer)
-            if message.gone or len(observers) >= 2:
-                self._leader_silence.pop(message.member, None)
-                member = message.member
-                self.writer.put(
-                    self._generation(), "eviction of the leader", lambda: self.registry.evict(member)
-                )
-
     # ---- progress ------------------------------------------------------------------------------------
-
-    def _check_progress(self) -> None:
-        view = self.host.view
-        if view is None or view.phase is not Phase.RUNNING or self._ending is not None:
-            return
-        for rank in self.progress.ranks:
-            worker = self.workforce.by_rank(rank)
-            if worker is None or worker.state is not WorkerState.RUNNING:
-                self.progress.remove(rank)
-        verdicts = self.progress.check(boottime_s())
-        for verdict in verdicts:
-            self.log.emit(
-                f"progress.{verdict.change.value}",
-                generation=view.generation,
-                rank=verdict.rank,
-                finished_step=verdict.finished_step,
-                age_s=verdict.age_s,
-            )
-        if any(verdict.change is not ProgressChange.RESUMED for verdict in verdicts):
-            self._send_stalled()
 
     def _query_stall(self, generation: int) -> None:
         self.peers.broadcast(StallQuery(generation=generation))
         self._send_stalled()
 
     def _send_stalled(self) -> None:
-        reports = self.progress.report()
-        message = Stalled(
-            member=self.id,
-            generation=self._generation(),
-            ranks=[report.rank for report in reports],
-            tick_frozen=[report.tick_frozen for report in reports],
-            finished_step=[report.finished_step for report in reports],
-            handles=[list(report.handles) for report in reports],
-        )
-        if self._leader is not None:
+        message = self.stalls.report(self._generation())
+        if self.leadership.leader is not None:
             self.post(self._on_stalled, message)
-        elif self._leader_id:
-            self.peers.send(self._leader_id, message)
+        elif self.leadership.leader_id:
+            self.peers.send(self.leadership.leader_id, message)
 
     def _on_stalled(self, message: Stalled) -> None:
-        reports = tuple(
-            progress.RankProgress(
-                rank=rank,
-                tick_frozen=frozen,
-                finished_step=step,
-                handles=tuple(
-                    progress.HandleProgress(name_hash=name, issued=issued, completed=completed)
-                    for name, issued, completed in handles
-                ),
-            )
-            for rank, frozen, step, handles in zip(
-                message.ranks, message.tick_frozen, message.finished_step, message.handles, strict=True
-            )
-        )
-        self._with_leader(lambda leader: leader.stalled(message.generation, reports))
+        self.leadership.act(lambda leader: leader.stalled(message.generation, ranks_of(message)))
 
     # ---- fencing and the end -------------------------------------------------------------------------
 
@@ -645,7 +520,7 @@ class Agent:
     def _on_replaced(self, why: str) -> None:
         if self._ending is None:
             self.log.emit("member.fenced", generation=self._generation(), reason=why)
-            raise _Replaced(why)
+            raise Replaced(why)
 
     def _on_parked(self, worker: Worker) -> None:
         self.log.emit("worker.ready", pid=worker.handle.pid, seconds=time.monotonic() - worker.since_s)
@@ -704,57 +579,6 @@ class Agent:
         print(f"[{self.host_label}] {line}", file=sys.stderr, flush=True)
 
 
-def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str = "") -> int:
-    """Run a host until the job ends; a replaced incarnation comes back as a new one, a spare.
-
-    Returns:
-        The exit code.
-    """
-    logging.basicConfig(level=logging.WARNING, format=f"[{host}] %(levelname)s %(name)s: %(message)s")
-    current: list[Agent] = []
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if current:
-            current[-1].on_signal(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
-    _lower_oom_score()
-    while True:
-        agent = Agent(config, run_dir, host, run_id or token, token)
-        current.append(agent)
-        try:
-            code, _ = agent.run()
-            return code
-        except _Replaced:
-            config = replace(
-                config, run=replace(config.run, node_rank=None)
-            )  # the wish is for the first start
-        except ConfigError as error:
-            for problem in error.problems:
-                print(f"deadpool: {problem}", file=sys.stderr, flush=True)
-            return int(ExitCode.BAD_INPUT)
-        except StoreUnavailable as error:
-            print(f"deadpool: {error}", file=sys.stderr, flush=True)
-            return int(ExitCode.CONTROL_PLANE_UNREACHABLE)
-        except (DeadPoolError, MembershipError) as error:
-            print(f"deadpool: {error}", file=sys.stderr, flush=True)
-            return int(ExitCode.USER_ERROR)
-
-
-def _limits(config: Config) -> membership.Limits:
-    c, m = config.communicator, config.membership
-    workers_s = c.close_timeout_s + c.abort_timeout_s + c.unwind_timeout_s
-    return membership.Limits(
-        lease_ttl_s=m.lease_ttl_s,
-        suspect_s=m.suspect_s,
-        abort_s=workers_s + c.ack_timeout_s,
-        restore_s=c.rebuild_timeout_s + c.ack_timeout_s,
-        spare_wait_s=m.spare_wait_s,
-        replicas=config.store.replication_factor,
-    )
-
-
 def _etcd_config(config: Config) -> EtcdConfig:
     m = config.membership
     return EtcdConfig(
@@ -778,11 +602,3 @@ def _own_address(endpoints: tuple[str, ...]) -> str:
             return "127.0.0.1"
         address: str = probe.getsockname()[0]
         return address
-
-
-def _lower_oom_score() -> None:
-    """The agent holds the copies: it should be the last to be killed for memory."""
-    try:
-        Path("/proc/self/oom_score_adj").write_text("-500")
-    except OSError:
-        pass  # not privileged: the kernel decides

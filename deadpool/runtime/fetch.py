@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,10 @@ class Fetcher:
         generation: int,
         done: Callable[[int, bytes | None, str], None],
     ) -> None:
-        """Get the write-once area of `rank` from the first source that has it; `done(rank, bytes, why not)`."""
+        """Get the write-once area of `rank` from the first source that has it.
+
+        `done(rank, bytes, why not)` is called on the main thread.
+        """
 
         def work() -> None:
             why = "no member is known to have it"
@@ -83,17 +87,18 @@ class Fetcher:
 
         self._start(work, f"fetch-once-{rank}")
 
-    def snapshot(self, job: SnapshotJob, done: Callable[[SnapshotJob, str], None]) -> None:
-        """Bring a snapshot into a bank, COMPLETE at the end; `done(job, why not)`."""
+    def snapshot(self, job: SnapshotJob, done: Callable[[SnapshotJob, str, float], None]) -> None:
+        """Bring a snapshot into a bank, COMPLETE at the end; `done(job, why not, seconds)`."""
 
         def work() -> None:
+            started = time.monotonic()
+            why = ""
             try:
                 self._fetch_snapshot(job)
             except SnapshotError as error:
                 job.segment.empty(job.bank)
-                self._post(done, job, str(error))
-                return
-            self._post(done, job, "")
+                why = str(error)
+            self._post(done, job, why, time.monotonic() - started)
 
         self._start(work, f"fetch-{job.plan.rank}")
 

@@ -55,8 +55,8 @@ from deadpool.store.host_memory import HostMemoryStore
 from deadpool.store.segment import BankState, SegmentLayout
 
 USER_ERROR_DELAY_S = 1.0
-"""An error that looks like the user's is reported after this: the death of a peer, which also raises, is known
-by then (measured: a killed process is noticed within 0.1 s)."""
+"""An error that looks like the user's is reported after this: the death of a peer, which raises too, is
+known by then (measured: a killed process is noticed within 0.1 s)."""
 
 RESPAWNS_OF_PARKED = 2  # a spare whose worker does not come up so often is broken
 ONCE_RETRY_S = 0.5
@@ -146,10 +146,10 @@ class Host:
         if view.generation > self._generation.number:
             self._begin_generation(view)
         me = self._member.id
-        if self.slot is not None and me not in view.slots and me not in view.leaving:
-            if view.phase not in (Phase.FINISHED, Phase.HALTED):
-                self._callbacks.replaced(view.reason)
-                return
+        is_over = view.phase in (Phase.FINISHED, Phase.HALTED)
+        if self.slot is not None and me not in (*view.slots, *view.leaving) and not is_over:
+            self._callbacks.replaced(view.reason)
+            return
         self._parts.log.emit(
             "view.adopted", generation=view.generation, phase=view.phase.value, reason=view.reason
         )
@@ -464,7 +464,7 @@ class Host:
                 self._on_fetched,
             )
 
-    def _on_fetched(self, job: SnapshotJob, problem: str) -> None:
+    def _on_fetched(self, job: SnapshotJob, problem: str, seconds: float) -> None:
         generation = self._generation
         if job.generation != generation.number:
             return
@@ -472,7 +472,7 @@ class Host:
             rank = job.plan.rank
             self._report(FaultKind.SPARE_FAILED, (rank,), f"fetch of rank {rank}: {problem}")
             return
-        generation.fetch_s = time.monotonic() - generation.began_s
+        generation.fetch_s = max(generation.fetch_s, seconds)
         generation.banks[job.plan.rank] = job.bank
         self._try_restore(job.plan.rank)
 

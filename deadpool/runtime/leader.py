@@ -109,14 +109,16 @@ class Leader:
             observers.discard(observer)
             return
         observers.add(observer)
-        if gone or len(observers) >= 2:
+        if gone:
+            # "Connection refused" is the word of the host itself that this process does not exist.
+            observers.add(f"host of {member}")
+        if len(observers) >= 2:
             self._note_lost(member, "process_gone" if gone else "silence")
             self._feed(
                 membership.SilenceConfirmed(
                     member_id=member, observers=tuple(sorted(observers)), now_s=time.monotonic()
                 )
             )
-            self._silences.pop(member, None)
 
     def fault(self, fault: Fault) -> None:
         view = self._state.view

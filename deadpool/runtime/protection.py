@@ -129,6 +129,8 @@ class Protection:
         message = msgspec.msgpack.decode(relay.body, type=kind)
         if isinstance(message, commit.BanksReport | commit.Report):
             self._feed_leader(message)
+            if isinstance(message, commit.Report) and message.kind is commit.ReportKind.REFUSED:
+                self.tick()  # the next step is named at once: a short step does not wait for the clock
         else:
             self._note_boundaries()
             self._feed(message)

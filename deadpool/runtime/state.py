@@ -233,5 +233,6 @@ class StateKeeper:
     def blob_parts(self, step: int) -> Iterator[tuple[str, bytes]]:
         """The parts of the blob after `step`, encoded one by one, for comparison."""
         blob = read_blob(self._build_blob(step))
-        for name, value in (("step", blob.step), ("rng", blob.rng), *blob.parts.items()):
+        generators = {f"rng.{name}": value for name, value in blob.rng.items()}
+        for name, value in (("step", blob.step), *generators.items(), *blob.parts.items()):
             yield str(name), codec.pack(value, str(name))

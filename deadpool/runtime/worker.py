@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import queue
+import random
 import runpy
 import signal
 import socket
@@ -198,6 +199,8 @@ class WorkerProcess:
 
     def _execute(self, assignment: Assign) -> None:
         script = self.config.run.script
+        if self.config.run.record_dir:
+            _seed(assignment.rank)
         os.environ["RANK"] = str(assignment.rank)
         os.environ["WORLD_SIZE"] = str(assignment.world_size)
         os.environ["LOCAL_RANK"] = str(assignment.local_rank)
@@ -240,6 +243,19 @@ def _is_bad_input(error: Exception) -> bool:
     from deadpool.errors import ConfigError, IntegrationError, LayoutMismatch
 
     return isinstance(error, ConfigError | IntegrationError | LayoutMismatch)
+
+
+def _seed(rank: int) -> None:
+    """Recorded runs start from known generators, also those that the script leaves to chance.
+
+    Otherwise two runs could not be compared, disturbed or not.
+    """
+    import numpy
+    import torch
+
+    random.seed(rank)
+    numpy.random.seed(rank)
+    torch.manual_seed(rank)
 
 
 def die_with_parent(parent: int) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 
+
 from deadpool.runtime.worker import main
 
 if __name__ == "__main__":

@@ -74,6 +74,11 @@ void SwapBackend::set_inner(Inner inner, uint64_t generation) {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   std::swap(inner_, inner);
+  if (entry_ != nullptr) {
+    // Counted anew in each generation: a promoted spare has issued less than the survivors in all.
+    entry_->issued.store(0);
+    entry_->completed.store(0);
+  }
   generation_.store(generation, std::memory_order_release);
 }
 
@@ -115,11 +120,8 @@ BackendPtr SwapBackend::live(uint64_t& generation) const {
     inner = inner_.communicator;
     generation = generation_.load(std::memory_order_relaxed);
   }
-  if (generation <= Registry::get().closed_generation()) {
-    throw_aborted(name(), generation, "closed");
-  }
-  if (!inner) {
-    throw_aborted(name(), generation, "not connected");
+  if (generation <= Registry::get().closed_generation() || !inner) {
+    throw_aborted(name(), generation, generation == 0 ? "not connected yet" : "closed");
   }
   return inner;
 }

@@ -1,0 +1,68 @@
+"""The agent as a process: signals, incarnations, exit codes."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from deadpool.config import Config
+from deadpool.errors import ConfigError, DeadPoolError, ExitCode, StoreUnavailable
+from deadpool.runtime.agent import Agent, Replaced
+
+
+def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str = "") -> int:
+    """Run a host until the job ends; a replaced incarnation comes back as a new one, a spare.
+
+    Args:
+        config: configuration of the job.
+        run_dir: folder of the run.
+        host: label of this host.
+        token: the launch's token.
+        run_id: equal for all agents of one launch; "" if they are started one by one.
+
+    Returns:
+        The exit code.
+    """
+    logging.basicConfig(level=logging.WARNING, format=f"[{host}] %(levelname)s %(name)s: %(message)s")
+    current: list[Agent] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if current:
+            current[-1].on_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    _lower_oom_score()
+    while True:
+        agent = Agent(config, run_dir, host, run_id, token)
+        current.append(agent)
+        try:
+            return agent.run()
+        except Replaced:
+            # The wish for a slot is for the first start only.
+            config = replace(config, run=replace(config.run, node_rank=None))
+        except ConfigError as error:
+            return _complain(error.problems, ExitCode.BAD_INPUT)
+        except StoreUnavailable as error:
+            problem = f"control plane unreachable: {error}"
+            return _complain((problem,), ExitCode.CONTROL_PLANE_UNREACHABLE)
+        except DeadPoolError as error:
+            return _complain((str(error),), ExitCode.USER_ERROR)
+
+
+def _complain(problems: tuple[str, ...], code: ExitCode) -> int:
+    for problem in problems:
+        print(f"deadpool: {problem}", file=sys.stderr, flush=True)
+    return int(code)
+
+
+def _lower_oom_score() -> None:
+    """The agent holds the copies: it should be the last to be killed for memory."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text("-500")
+    except OSError:
+        pass  # not privileged: the kernel decides

@@ -1,0 +1,155 @@
+"""Who leads, and leading when it is this agent. On the agent's main thread.
+
+A leader that fails to write is dropped and campaigns again: elected once more, it decides anew from what the
+store says, so that no decision lives on that was not published.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from deadpool.config import Config
+from deadpool.core import membership
+from deadpool.core.types import MemberId, View
+from deadpool.errors import LeaseLost, StoreUnavailable
+from deadpool.events import EventLog
+from deadpool.membership.records import Term
+from deadpool.membership.registry import Registry
+from deadpool.membership.store import Lease
+from deadpool.runtime.leader import Leader, LeadershipLost
+from deadpool.runtime.messages import Silent
+from deadpool.runtime.writer import RegistryWriter
+
+RETRY_S = 0.5
+OBSERVERS_NEEDED = 2
+
+
+class Leadership:
+    """The leadership key, and the Leader while this agent holds it.
+
+    Args:
+        member: this incarnation.
+        registry: records of the job.
+        writer: for writes that nobody waits for.
+        config: configuration of the job.
+        log: event log.
+        query_stall: asks every host for a stall report of a generation.
+    """
+
+    def __init__(
+        self,
+        member: MemberId,
+        registry: Registry,
+        writer: RegistryWriter,
+        config: Config,
+        log: EventLog,
+        query_stall: Callable[[int], None],
+    ) -> None:
+        self.leader_id: MemberId = ""
+        self.leader: Leader | None = None
+        self._member = member
+        self._registry = registry
+        self._writer = writer
+        self._config = config
+        self._log = log
+        self._query_stall = query_stall
+        self._next_try_s = 0.0
+        self._silence: dict[MemberId, set[MemberId]] = {}  # of leaders: member -> who observed it
+
+    def tick(self, lease: Lease) -> bool:
+        """Lead on, or campaign if nobody leads. True: this agent has just been elected."""
+        if self.leader is not None:
+            self.act(lambda leader: leader.tick())
+            return False
+        now_s = time.monotonic()
+        if now_s < self._next_try_s or self.leader_id not in ("", self._member):
+            return False
+        self._next_try_s = now_s + RETRY_S
+        try:
+            return self._campaign(lease)
+        except (StoreUnavailable, LeaseLost, LeadershipLost) as error:
+            self._drop(str(error))
+            return False
+
+    def act(self, what: Callable[[Leader], None]) -> None:
+        """Do something as leader; nothing if this agent does not lead."""
+        if self.leader is None:
+            return
+        try:
+            what(self.leader)
+        except (StoreUnavailable, LeadershipLost, LeaseLost) as error:
+            self._drop(str(error))
+
+    def on_leader(self, member: MemberId, term: Term) -> None:
+        """The leadership key names somebody."""
+        self.leader_id = member
+        if self.leader is not None and self.leader.term != term:
+            self._drop("another member leads")
+
+    def on_vacant(self) -> None:
+        """The leadership key is gone."""
+        self.leader_id = ""
+        self._drop("the leadership key is gone")
+        self._next_try_s = 0.0
+
+    def on_silent(self, message: Silent) -> None:
+        """A silence: the leader judges it; that of the leader itself lets any member end its lease."""
+        self.act(lambda leader: leader.silent(message.observer, message.member, message.gone, message.back))
+        if self.leader is not None or message.member != self.leader_id:
+            return
+        observers = self._silence.setdefault(message.member, set())
+        if message.back:
+            observers.discard(message.observer)
+            return
+        observers.add(message.observer)
+        if message.gone or len(observers) >= OBSERVERS_NEEDED:
+            self._silence.pop(message.member, None)
+            member = message.member
+            self._writer.put(
+                message.generation, "eviction of the leader", lambda: self._registry.evict(member)
+            )
+
+    def _campaign(self, lease: Lease) -> bool:
+        term = self._registry.campaign(self._member, lease)
+        if term is None:
+            return False
+        job = self._config.job
+        leader = Leader(
+            self._registry,
+            term,
+            limits_of(self._config),
+            (job.nnodes, job.nproc_per_node),
+            self._log,
+            query_stall=self._query_stall,
+            write=self._writer.put,
+        )
+        self.leader = leader
+        self.leader_id = self._member
+        self._log.emit("leader.elected", term=term)
+        quarantined = tuple(each.host for each in self._registry.quarantined())
+        leader.start(self._registry.members(), quarantined)
+        return True
+
+    def _drop(self, why: str) -> None:
+        if self.leader is not None:
+            self._log.emit("leader.lost", term=self.leader.term, reason=why)
+            self.leader = None
+            self._next_try_s = time.monotonic() + RETRY_S
+
+    def view(self) -> View | None:
+        return self.leader.view if self.leader is not None else None
+
+
+def limits_of(config: Config) -> membership.Limits:
+    """Limits of the membership machine from the configuration."""
+    waits, member = config.communicator, config.membership
+    workers_s = waits.close_timeout_s + waits.abort_timeout_s + waits.unwind_timeout_s
+    return membership.Limits(
+        lease_ttl_s=member.lease_ttl_s,
+        suspect_s=member.suspect_s,
+        abort_s=workers_s + waits.ack_timeout_s,
+        restore_s=waits.rebuild_timeout_s + waits.ack_timeout_s,
+        spare_wait_s=member.spare_wait_s,
+        replicas=config.store.replication_factor,
+    )
