@@ -318,6 +318,11 @@ class _Collector:
     def _add_object(self, key: str, value: Stateful) -> None:
         self._objects.append((key, value))
         if is_torchdata_loader(value):
+            if not getattr(value, "in_order", True):
+                self._problems.append(
+                    f"{key}: a StatefulDataLoader with in_order=False does not know which batch comes next; "
+                    "use in_order=True"
+                )
             return  # asking it now would start its workers; its state is plain by its own contract
         refusal = find_unstorable(value.state_dict(), f"{key}.state_dict()")
         if refusal is not None:

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from deadpool.errors import ConfigError
 from deadpool.snapshot.blob import build_blob, read_blob
 from deadpool.snapshot.restore import restore_blob, restore_rng
 from deadpool.snapshot.stateful import TrainingState, collect
@@ -108,6 +109,14 @@ def test_a_restored_loader_goes_on_with_the_next_batch(kind: str, workers: int) 
             restore_blob(target_state, blob, serve=never_serve)
             restore_rng(target_state, blob)
             assert train(target_state, target, step + 1, blobs[step]) == expected[step:]
+
+
+def test_a_loader_that_does_not_keep_the_order_is_refused_by_name() -> None:
+    loader: Any = StatefulDataLoader(Numbers(), num_workers=1, in_order=False)
+    with pytest.raises(
+        ConfigError, match=r"data: a StatefulDataLoader with in_order=False .*use in_order=True"
+    ):
+        collect({"data": loader})
 
 
 def test_asking_a_loader_that_has_not_begun_starts_no_workers_and_draws_nothing() -> None:
