@@ -1,0 +1,1 @@
+"""Tools to test DeadPool and plugins with: oracle, small worlds to search exhaustively, simulator."""

@@ -1,0 +1,571 @@
+"""A small world around `commit` and `follow`, to be searched exhaustively: banks, streams, network, kills.
+
+The machines of the core run unchanged in it; nothing of their rules is repeated here. What the world adds is
+what can go wrong: a rank is a step ahead, a message is late, two agents lead at once, a host dies in the
+middle of a copy, a copy is overwritten while it is being sent. One rank per host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from deadpool.core.commit import (
+    AskBanks,
+    BanksReport,
+    BanksRequest,
+    Committed,
+    LeadEvent,
+    LeadState,
+    LeadTick,
+    Naming,
+    Report,
+    SendNaming,
+    choose_holder_bank,
+    lead,
+    start_lead,
+)
+from deadpool.core.follow import (
+    Captured,
+    CaptureRefused,
+    EmptyHeld,
+    FollowEffect,
+    FollowEvent,
+    FollowState,
+    HolderAcked,
+    PassNaming,
+    RankBanks,
+    Replicate,
+    ReplicationFailed,
+    SendBanks,
+    SendReport,
+    StopStream,
+    Withdraw,
+    follow,
+    start_follow,
+)
+from deadpool.core.plan import newer_copies, newest_live_name
+from deadpool.core.types import Inventory, Name, RankCopies
+
+
+class Bank(NamedTuple):
+    """What is physically in a bank."""
+
+    name: Name | None
+    kind: str  # E empty, W being written, C complete, X looks complete but is torn
+
+
+EMPTY = Bank(None, "E")
+
+
+Banks = tuple[Bank, Bank]
+
+
+class Stream(NamedTuple):
+    """A copy under way from owner to holder."""
+
+    name: Name
+    bank: int  # of the owner
+    keep: Name | None
+    target: int  # bank of the holder; -1 until it has begun
+    is_torn: bool  # the owner's bank was overwritten meanwhile
+
+
+class Rank(NamedTuple):
+    """One host with one rank: its worker, its banks, and its copy on its holder's host."""
+
+    step: int
+    own: Banks
+    hold: Banks
+    retired: Banks | None  # copy on the host that held it before
+    told: tuple[int, int] | None  # (step, bank) that the worker is to capture
+    stream: Stream | None
+    agent: FollowState
+
+
+Message = tuple[int, BanksRequest | Naming] | tuple[int, Report | BanksReport]
+"""(destination, message); destination -1 is every leader."""
+
+
+class World(NamedTuple):
+    """Everything at one instant."""
+
+    generation: int
+    ranks: tuple[Rank, ...]
+    leaders: tuple[LeadState, ...]
+    net: frozenset[Message]
+    faults: int  # left to happen: a host dies, or a generation opens without a loss
+    failures: int  # left to happen: a capture or a stream fails
+    phase: str  # RUN, RESTORE, HALT (state lost), TORN (resumed from a torn copy)
+    rollback: Name
+    shift: int  # holder of rank r is host r + shift
+    is_claim_broken: bool  # the last loss was claimed survivable and was not
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Which world, and what may happen in it."""
+
+    hosts: int = 2
+    last_step: int = 3
+    faults: int = 0
+    failures: int = 0
+    elections: bool = False  # a second agent starts to lead while the first does not know
+    spurious: bool = False  # a fault may also be a generation without a loss
+    reholds: bool = False  # a new generation chooses other holders
+    stale: bool = False  # messages of older generations stay in the network
+    coarse: bool = False  # a capture, and a stream, is one move: for searches that look at other things
+    reduced: bool = True  # see `_urgent_delivery`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Result of a search."""
+
+    states: int
+    violation: str  # "" if none
+    path: tuple[str, ...]  # to the violation
+    best_commit: int
+    is_exhaustive: bool
+    stuck: int = 0  # states from which no later commit can be reached although steps are left
+
+
+def initial_world(setup: Setup) -> World:
+    """All ranks hold snapshot 0 on owner and holder; one leader asks for banks."""
+    rollback = Name(step=0, generation=0)
+    zero = (Bank(rollback, "C"), EMPTY)
+    ranks = []
+    for i in range(setup.hosts):
+        banks = RankBanks(rank=i, own=(rollback, None), held=(rollback,))
+        agent, _ = start_follow(generation=0, rollback=rollback, ranks=[banks])
+        ranks.append(Rank(0, zero, zero, None, None, None, agent))
+    world = World(0, tuple(ranks), (), frozenset(), setup.faults, setup.failures, "RUN", rollback, 1, False)
+    world = _begin_lead(world, setup, 1)
+    while world.leaders[0].committed is None:
+        _, world = next(iter(_deliveries(world, setup)))  # the first answers are of no interest
+    return _elect_another(world, setup)
+
+
+def find_violation(world: World) -> str:
+    """What must hold and does not; "" if all holds (the oracle's invariants 3, 4 and 5)."""
+    if world.phase == "TORN":
+        return "a rank resumed from a torn copy"
+    if world.is_claim_broken:
+        return "the state is lost although the loss was claimed survivable"
+    if world.phase != "RUN":
+        return ""
+    now = surviving_name(world, -1)
+    if now is None or now < world.rollback:
+        return f"nobody died, and yet {world.rollback}, which all resumed from, is gone"
+    for leader in world.leaders:
+        claim = leader.committed
+        if claim is None:
+            continue
+        for victim in range(len(world.ranks)):
+            name = surviving_name(world, victim)
+            if name is None or name < claim:
+                return f"committed {claim}, but the loss of host {victim} leaves {name}"
+    return ""
+
+
+def find_shrink(before: World, after: World, label: str) -> str:
+    """Losses that `before` survives and `after` does not, although nothing was lost in between."""
+    if after.phase != "RUN" or before.generation != after.generation:
+        return ""
+    for victim in range(len(before.ranks)):
+        if surviving_name(before, victim) and not surviving_name(after, victim):
+            return f"{label}: from now on the loss of host {victim} loses the state"
+    return ""
+
+
+def surviving_name(world: World, victim: int) -> Name | None:
+    """The step that all could resume from if `victim` died now; -1: nobody dies."""
+    return _survivors(tuple((rank.own, rank.hold, rank.retired) for rank in world.ranks), world.shift)[victim]
+
+
+@lru_cache(maxsize=100_000)
+def _survivors(disks: tuple[tuple[Banks, Banks, Banks | None], ...], shift: int) -> tuple[Name | None, ...]:
+    """Per victim, and for nobody at the end. Many worlds differ only in what is on the wire."""
+    return tuple(
+        newest_live_name(len(disks), _inventories(disks, shift, victim))
+        for victim in (*range(len(disks)), -1)
+    )
+
+
+def search(
+    setup: Setup,
+    *,
+    max_states: int = 1_000_000,
+    checks_shrink: bool = True,
+    checks_progress: bool = False,
+) -> Verdict:
+    """Visit every reachable world, breadth first, until a violation."""
+    start = initial_world(setup)
+    came_from: dict[World, tuple[World, str] | None] = {start: None}
+    before: dict[World, list[World]] = {}
+    queue = deque([start])
+    best = 0
+    violation = find_violation(start)
+    world = start
+    while queue and not violation and len(came_from) <= max_states:
+        world = queue.popleft()
+        for label, after in moves(world, setup):
+            if checks_progress:
+                before.setdefault(after, []).append(world)
+            seen = len(came_from)
+            came_from.setdefault(after, (world, label))
+            if len(came_from) == seen:
+                continue
+            violation = find_violation(after) or (find_shrink(world, after, label) if checks_shrink else "")
+            best = max([best, *(leader.committed.step for leader in after.leaders if leader.committed)])
+            if violation:
+                world = after
+                break
+            queue.append(after)
+    path: list[str] = []
+    came = came_from[world] if violation else None
+    while came is not None:
+        path.append(came[1])
+        came = came_from[came[0]]
+    stuck = _count_stuck(came_from, before, best) if checks_progress and not violation else 0
+    return Verdict(
+        states=len(came_from),
+        violation=violation,
+        path=tuple(reversed(path)),
+        best_commit=best,
+        is_exhaustive=not queue,
+        stuck=stuck,
+    )
+
+
+def _count_stuck(
+    worlds: dict[World, tuple[World, str] | None], before: dict[World, list[World]], best: int
+) -> int:
+    """Worlds with nobody past the first step from which the best commit can no longer be reached."""
+    good = {
+        world
+        for world in worlds
+        if any(lead.committed and lead.committed.step >= best for lead in world.leaders)
+    }
+    todo = list(good)
+    while todo:
+        for previous in before.get(todo.pop(), ()):
+            if previous not in good:
+                good.add(previous)
+                todo.append(previous)
+    return sum(
+        1
+        for world in worlds
+        if world not in good and world.phase != "HALT" and max(rank.step for rank in world.ranks) <= 1
+    )
+
+
+def moves(world: World, setup: Setup) -> Iterator[tuple[str, World]]:
+    """All that can happen next."""
+    if world.phase == "RUN":
+        urgent = _urgent_delivery(world, setup) if setup.reduced else None
+        if urgent is not None:
+            yield urgent
+            return
+        slowest = min(rank.step for rank in world.ranks)
+        for i, rank in enumerate(world.ranks):
+            yield from _worker_moves(world, setup, i, rank, slowest)
+            if rank.stream is not None:
+                yield from _stream_moves(world, setup, i, rank, rank.stream)
+        yield from _deliveries(world, setup)
+        for index, leader in enumerate(world.leaders):
+            if leader.refused and leader.step < setup.last_step:
+                yield f"leader {leader.term} ticks", _lead(world, setup, index, LeadTick(now_s=0.0))
+    if world.phase == "RESTORE":
+        yield from _restore_moves(world, setup)
+    if world.phase in ("RUN", "RESTORE") and world.faults:
+        for victim in range(-1 if setup.spurious else 0, setup.hosts):
+            yield f"host {victim} dies", _open_generation(world, setup, victim)
+
+
+def _worker_moves(
+    world: World, setup: Setup, i: int, rank: Rank, slowest: int
+) -> Iterator[tuple[str, World]]:
+    writing = [b for b in range(2) if rank.own[b].kind == "W"]
+    if not writing and rank.step < setup.last_step and rank.step <= slowest:
+        step = rank.step + 1
+        after = rank._replace(step=step)
+        if rank.told is not None and rank.told[0] == step:
+            bank = rank.told[1]
+            name = Name(step=step, generation=world.generation)
+            after = after._replace(own=_put(rank.own, bank, Bank(name, "W")), told=None)
+            if rank.stream is not None and rank.stream.bank == bank:
+                after = after._replace(stream=rank.stream._replace(is_torn=True))
+            if setup.coarse:
+                after = after._replace(own=_put(rank.own, bank, Bank(name, "C")))
+                event = Captured(rank=i, step=step, bank=bank)
+                yield f"rank {i} captures {step}", _follow(_with_rank(world, i, after), setup, i, event)
+                return
+        yield f"rank {i} finishes {step}", _with_rank(world, i, after)
+    for bank in writing:
+        name_written = rank.own[bank].name
+        assert name_written is not None
+        step = name_written.step
+        done = _with_rank(world, i, rank._replace(own=_put(rank.own, bank, Bank(name_written, "C"))))
+        yield f"rank {i} captured {step}", _follow(done, setup, i, Captured(rank=i, step=step, bank=bank))
+        if world.failures:
+            lost = _with_rank(world, i, rank._replace(own=_put(rank.own, bank, EMPTY)))
+            lost = lost._replace(failures=world.failures - 1)
+            refused = CaptureRefused(rank=i, step=step, at_step=rank.step)
+            yield f"rank {i} fails to capture {step}", _follow(lost, setup, i, refused)
+
+
+def _stream_moves(
+    world: World, setup: Setup, i: int, rank: Rank, stream: Stream
+) -> Iterator[tuple[str, World]]:
+    name = stream.name
+    acked = HolderAcked(rank=i, name=name)
+    if stream.target >= 0:
+        kind = "X" if stream.is_torn else "C"
+        after = rank._replace(stream=None, hold=_put(rank.hold, stream.target, Bank(name, kind)))
+        yield f"holder of {i} has {name}", _follow(_with_rank(world, i, after), setup, i, acked)
+    else:
+        complete = [bank.name if bank.kind in "CX" else None for bank in rank.hold]
+        if name in complete:
+            after = rank._replace(stream=None)
+            yield f"holder of {i} had {name}", _follow(_with_rank(world, i, after), setup, i, acked)
+            return
+        target = choose_holder_bank(complete, name, stream.keep, world.rollback)
+        if target is not None and setup.coarse:
+            kind = "X" if stream.is_torn else "C"
+            after = rank._replace(stream=None, hold=_put(rank.hold, target, Bank(name, kind)))
+            yield f"holder of {i} has {name}", _follow(_with_rank(world, i, after), setup, i, acked)
+            return
+        if target is not None:
+            after = rank._replace(
+                stream=stream._replace(target=target), hold=_put(rank.hold, target, Bank(name, "W"))
+            )
+            yield f"holder of {i} receives {name} in bank {target}", _with_rank(world, i, after)
+            return
+        yield f"holder of {i} refuses {name}", _fail_stream(world, setup, i, rank, stream)
+    if world.failures:
+        failing = world._replace(failures=world.failures - 1)
+        yield f"stream of {i} fails for {name}", _fail_stream(failing, setup, i, rank, stream)
+
+
+def _fail_stream(world: World, setup: Setup, i: int, rank: Rank, stream: Stream) -> World:
+    hold = rank.hold if stream.target < 0 else _put(rank.hold, stream.target, EMPTY)
+    after = _with_rank(world, i, rank._replace(stream=None, hold=hold))
+    return _follow(after, setup, i, ReplicationFailed(rank=i, name=stream.name))
+
+
+def _deliveries(world: World, setup: Setup) -> Iterator[tuple[str, World]]:
+    for message in sorted(world.net, key=_order):
+        to, body = message
+        after = world._replace(net=world.net - {message})
+        match body:
+            case BanksRequest() | Naming():
+                after = _follow(after, setup, to, body)
+            case Report() | BanksReport():
+                for index in range(len(world.leaders)):
+                    after = _lead(after, setup, index, body)
+        yield f"{to} hears {body}", after
+
+
+def _urgent_delivery(world: World, setup: Setup) -> tuple[str, World] | None:
+    """A delivery that nobody but its receiver can notice: nothing is lost by letting it happen now.
+
+    Ignored messages, and reports that make the leader do nothing yet. What is given up are some orders in
+    which two such reports arrive; the random walk of the property tests takes those.
+    """
+    for message, (label, after) in zip(sorted(world.net, key=_order), _deliveries(world, setup), strict=True):
+        sent = after.net - world.net
+        if sent or (message[0] >= 0 and after.ranks[message[0]] != world.ranks[message[0]]):
+            continue
+        if all(old.committed == new.committed for old, new in zip(world.leaders, after.leaders, strict=True)):
+            return label, after
+    return None
+
+
+def _restore_moves(world: World, setup: Setup) -> Iterator[tuple[str, World]]:
+    missing = [i for i, rank in enumerate(world.ranks) if world.rollback not in _complete(rank.own)]
+    for i in missing:
+        rank = world.ranks[i]
+        bank = 0 if rank.own[0].kind == "E" else 1
+        kinds = {b.kind for b in (*rank.hold, *(rank.retired or ())) if b.name == world.rollback}
+        if kinds == {"X"}:
+            yield f"rank {i} fetches a torn copy", world._replace(phase="TORN")
+            continue
+        own = _put(rank.own, bank, Bank(world.rollback, "C"))
+        yield f"rank {i} fetches {world.rollback}", _with_rank(world, i, rank._replace(own=own))
+    if not missing:
+        yield "runs again", _run(world, setup)
+
+
+def _run(world: World, setup: Setup) -> World:
+    term = world.leaders[0].term
+    running = world._replace(phase="RUN", leaders=())
+    old_shift = world.shift - 1 or setup.hosts - 1
+    for i, rank in enumerate(world.ranks):
+        banks = RankBanks(
+            rank=i,
+            own=(_name_in(rank.own[0]), _name_in(rank.own[1])),
+            held=tuple(sorted(_complete(rank.hold))),
+        )
+        retired = [r for r in range(setup.hosts) if (r + old_shift) % setup.hosts == i]
+        retired = [r for r in retired if world.ranks[r].retired is not None]
+        agent, effects = start_follow(
+            generation=world.generation,
+            rollback=world.rollback,
+            ranks=[banks],
+            retired=retired,
+            term=rank.agent.term,
+        )
+        fresh = running.ranks[i]._replace(step=world.rollback.step, agent=agent, told=None, stream=None)
+        running = _act(_with_rank(running, i, fresh), setup, i, effects)
+    return _elect_another(_begin_lead(running, setup, term), setup)
+
+
+def _open_generation(world: World, setup: Setup, victim: int) -> World:
+    rollback = surviving_name(world, victim)
+    opened = world._replace(
+        generation=world.generation + 1,
+        faults=world.faults - 1,
+        net=world.net if setup.stale else frozenset(),
+    )
+    if rollback is None:
+        claims = world.phase == "RUN" and any(leader.committed for leader in world.leaders)
+        return opened._replace(phase="HALT", is_claim_broken=claims and victim >= 0)
+    disks = tuple((rank.own, rank.hold, rank.retired) for rank in world.ranks)
+    newer = {
+        pair
+        for inventory in _inventories(disks, world.shift, -1)
+        for pair in newer_copies(inventory, rollback)
+    }
+    ranks = []
+    hosts = setup.hosts
+    rehold = setup.reholds and world.shift == 1
+    for i, rank in enumerate(world.ranks):
+        own = _cleaned(i, rank.own, newer, i == victim)
+        hold = _cleaned(i, rank.hold, newer, (i + world.shift) % hosts == victim)
+        retired = None
+        if rehold:
+            retired, hold = hold, (EMPTY, EMPTY)
+        elif rank.retired is not None:
+            retired = _cleaned(i, rank.retired, newer, (i + 1) % hosts == victim)
+        agent = rank.agent
+        ranks.append(Rank(rollback.step, own, hold, retired, None, None, agent))
+    shift = 2 if rehold else world.shift
+    leaders = (max(world.leaders, key=lambda leader: leader.term),)
+    return opened._replace(
+        ranks=tuple(ranks), leaders=leaders, phase="RESTORE", rollback=rollback, shift=shift
+    )
+
+
+def _begin_lead(world: World, setup: Setup, term: int) -> World:
+    leader, effects = start_lead(
+        generation=world.generation,
+        term=term,
+        world_size=len(world.ranks),
+        rollback=world.rollback,
+        now_s=0.0,
+    )
+    world = world._replace(leaders=(*world.leaders, leader))
+    return _send(world, setup, effects)
+
+
+def _elect_another(world: World, setup: Setup) -> World:
+    """A second leader from the start: what it asks may arrive as late as if it were elected later."""
+    return _begin_lead(world, setup, world.leaders[0].term + 1) if setup.elections else world
+
+
+def _lead(world: World, setup: Setup, index: int, event: LeadEvent) -> World:
+    leader, effects = lead(world.leaders[index], event)
+    leaders = (*world.leaders[:index], leader, *world.leaders[index + 1 :])
+    return _send(world._replace(leaders=leaders), setup, effects)
+
+
+def _send(world: World, setup: Setup, effects: tuple[AskBanks | SendNaming | Committed, ...]) -> World:
+    messages: set[Message] = set()
+    for effect in effects:
+        match effect:
+            case AskBanks():
+                messages |= {(i, effect.request) for i in range(len(world.ranks))}
+            case SendNaming() if effect.naming.step <= setup.last_step:
+                messages |= {(i, effect.naming) for i in range(len(world.ranks))}
+    return world._replace(net=world.net | messages)
+
+
+def _follow(world: World, setup: Setup, i: int, event: FollowEvent) -> World:
+    rank = world.ranks[i]
+    agent, effects = follow(rank.agent, event)
+    return _act(_with_rank(world, i, rank._replace(agent=agent)), setup, i, effects)
+
+
+def _act(world: World, setup: Setup, i: int, effects: tuple[FollowEffect, ...]) -> World:
+    for effect in effects:
+        rank = world.ranks[i]
+        match effect:
+            case StopStream():
+                if rank.stream is not None and rank.stream.bank == effect.bank:
+                    target = rank.stream.target
+                    hold = rank.hold if target < 0 else _put(rank.hold, target, EMPTY)
+                    world = _with_rank(world, i, rank._replace(stream=None, hold=hold))
+            case PassNaming():
+                if rank.step >= effect.step:
+                    late = CaptureRefused(rank=i, step=effect.step, at_step=rank.step)
+                    world = _follow(_with_rank(world, i, rank._replace(told=None)), setup, i, late)
+                else:
+                    world = _with_rank(world, i, rank._replace(told=(effect.step, effect.bank)))
+            case Withdraw():
+                pass  # the worst case: the worker hears of it too late
+            case Replicate():
+                stream = Stream(effect.name, effect.bank, effect.keep, -1, False)
+                world = _with_rank(world, i, rank._replace(stream=stream))
+            case SendReport() | SendBanks():
+                world = world._replace(net=world.net | {(-1, effect.report)})
+            case EmptyHeld():
+                other = world.ranks[effect.rank]
+                world = _with_rank(world, effect.rank, other._replace(retired=None))
+    return world
+
+
+def _inventories(
+    disks: tuple[tuple[Banks, Banks, Banks | None], ...], shift: int, victim: int
+) -> list[Inventory]:
+    hosts = len(disks)
+    copies: list[list[RankCopies]] = [[] for _ in disks]
+    for rank, (own, hold, retired) in enumerate(disks):
+        copies[rank].append(RankCopies(rank=rank, own=tuple(_complete(own))))
+        copies[(rank + shift) % hosts].append(RankCopies(rank=rank, held=tuple(_complete(hold))))
+        if retired is not None:
+            copies[(rank + 1) % hosts].append(RankCopies(rank=rank, held=tuple(_complete(retired))))
+    return [Inventory(member=str(h), copies=tuple(copies[h])) for h in range(hosts) if h != victim]
+
+
+def _order(message: Message) -> tuple[int, int, int, str, str]:
+    """Any order will do, so long as it is the same in every process."""
+    to, body = message
+    return to, body.generation, body.term, type(body).__name__, str(body)
+
+
+def _complete(banks: Banks) -> set[Name]:
+    return {bank.name for bank in banks if bank.kind in "CX" and bank.name is not None}
+
+
+def _name_in(bank: Bank) -> Name | None:
+    return bank.name if bank.kind in "CX" else None
+
+
+def _cleaned(rank: int, banks: Banks, newer: set[tuple[int, Name]], is_gone: bool) -> Banks:
+    def clean(bank: Bank) -> Bank:
+        is_kept = bank.kind in "CX" and bank.name is not None and (rank, bank.name) not in newer
+        return bank if is_kept and not is_gone else EMPTY
+
+    return clean(banks[0]), clean(banks[1])
+
+
+def _put(banks: Banks, bank: int, content: Bank) -> Banks:
+    return (content, banks[1]) if bank == 0 else (banks[0], content)
+
+
+def _with_rank(world: World, i: int, rank: Rank) -> World:
+    return world._replace(ranks=(*world.ranks[:i], rank, *world.ranks[i + 1 :]))
