@@ -6,6 +6,7 @@ waited for is kept in `_Generation`, and thrown away whole when a newer one begi
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -630,7 +631,8 @@ class Host:
         elif rank not in self._user_errors:
             kind = FaultKind.ABORT_TIMEOUT if worker.killed_for else FaultKind.WORKER_EXIT
             generation.faults.add(rank)
-            self._report(kind, tuple(sorted(generation.faults)), f"worker of rank {rank} {cause}")
+            ranks = tuple(sorted(generation.faults))
+            self._report(kind, ranks, f"worker of rank {rank} {cause}", worker.finished_step + 1)
 
     def _on_raised(self, worker: Worker, message: Raised) -> None:
         view = self.view
@@ -647,6 +649,7 @@ class Host:
     def _report_raised(self, rank: int, message: Raised, kind: FaultKind) -> None:
         if kind is FaultKind.USER_ERROR:
             self._user_errors.add(rank)
+            print(f"[rank {rank}] {message.traceback}", file=sys.stderr, flush=True)
         detail = message.traceback if kind is FaultKind.USER_ERROR else message.text
         self._report(kind, (rank,), detail, message.step)
 

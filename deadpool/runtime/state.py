@@ -14,8 +14,9 @@ from deadpool.runtime.once import OnceArea
 from deadpool.snapshot import codec
 from deadpool.snapshot.blob import Blob, build_blob, capacity_for, read_blob, why_not_now
 from deadpool.snapshot.capture import Capture, install_hooks
+from deadpool.snapshot.capture_cuda import make_capture
 from deadpool.snapshot.frameworks.ddp import Serve
-from deadpool.snapshot.layout import Kind, Layout, find_disagreements
+from deadpool.snapshot.layout import Layout, find_disagreements
 from deadpool.snapshot.restore import reset_after_abort, restore_blob, restore_rng, restore_tensors
 from deadpool.snapshot.stateful import NamedTensor, collect, hash_replicated, layout_of
 from deadpool.store.segment import BANKS, BankState, Segment
@@ -80,12 +81,7 @@ class StateKeeper:
         Raises:
             LayoutMismatch: the script built another state than on the rank it takes over.
         """
-        stored = Layout.from_json(once.layout)
-        unique = {buffer.name for buffer in stored.buffers if buffer.kind is Kind.UNIQUE}
-        layout = layout_of(self._state)
-        layout = layout.with_unique([buffer.name for buffer in layout.buffers if buffer.name in unique])
-        layout.check_same(stored)
-        self._layout = stored
+        self._layout = layout_of(self._state).fitted_to(Layout.from_json(once.layout))
         self._blob_capacity = once.blob_capacity
 
     def bind(
@@ -111,7 +107,9 @@ class StateKeeper:
         self._on_captured = on_captured
         self._on_failed = on_failed
         banks = [(segment.unique_view(bank), segment.replicated_view(bank)) for bank in BANKS]
-        self._capture = Capture(self._layout, self._state.tensors, banks, on_done=self._done, frozen=frozen)
+        self._capture = make_capture(
+            self._layout, self._state.tensors, banks, on_done=self._done, frozen=frozen
+        )
 
         def began() -> None:
             self._has_stepped = True

@@ -307,6 +307,7 @@ class Workforce:
         if worker.state is WorkerState.GONE:
             return
         was_parked = worker.handle.is_parked
+        worker.finished_step = worker.finished_now()
         worker.state = WorkerState.GONE
         worker.handle.reap(self._limits.reap_timeout_s)
         code = worker.handle.process.returncode

@@ -138,9 +138,17 @@ WorkPtr SwapBackend::track(const BackendPtr& inner, uint64_t generation, WorkPtr
   }
   // A gloo collective is counted the moment it completes; a send, a receive and NCCL's works when their owner waits for them
   // or drops them.
-  const bool count_by_future = !is_nccl() && !point_to_point;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  if (!is_nccl() && !point_to_point) {
+    try {
+      future = work->getFuture();
+    } catch (const std::exception&) {
+      // Some of gloo's works have none (reduce-scatter in torch 2.13): those are counted by their owner, too.
+    }
+  }
+  const bool count_by_future = future != nullptr;
   if (count_by_future) {
-    work->getFuture()->addCallback(
+    future->addCallback(
         [entry = entry_](c10::ivalue::Future& ended) {
           if (!ended.hasError()) {
             entry->completed.fetch_add(1, std::memory_order_relaxed);
