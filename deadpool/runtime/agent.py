@@ -409,6 +409,9 @@ class Agent:
         self.peers.set_members(self._members)
 
     def _on_view(self, view: View) -> None:
+        if view.phase is Phase.ABORTING:
+            for rank in self.stalls.frozen():
+                self.workforce.kill_rank(rank, "its process is stopped")  # it cannot close anything
         self.host.on_view(view)
         if view.phase is not Phase.RUNNING:
             self.stalls.stop()

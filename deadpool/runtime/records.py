@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+
+from deadpool.events import boottime_s
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
@@ -65,7 +68,8 @@ class StepRecords:
         """The boundary of `step` is passed: append its values."""
         if self._file is None or not self._pending:
             return
-        lines = [json.dumps({"g": generation, "s": step, **value}) for value in self._pending]
+        who = {"p": os.getpid(), "t": boottime_s()}
+        lines = [json.dumps({"g": generation, "s": step, **value, **who}) for value in self._pending]
         self._pending.clear()
         self._file.write(("\n".join(lines) + "\n").encode())
 

@@ -57,6 +57,10 @@ class Stalls:
             )
         return any(verdict.change is not ProgressChange.RESUMED for verdict in verdicts)
 
+    def frozen(self) -> tuple[int, ...]:
+        """Ranks of this host whose process is stopped."""
+        return tuple(report.rank for report in self._watch.report() if report.tick_frozen)
+
     def report(self, generation: int) -> Stalled:
         """What the pages say now."""
         reports = self._watch.report()

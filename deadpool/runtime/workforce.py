@@ -219,6 +219,12 @@ class Workforce:
                 + self._limits.unwind_timeout_s
             )
 
+    def kill_rank(self, rank: int, why: str) -> None:
+        """Kill the worker of a rank; its copies stay."""
+        worker = self.by_rank(rank)
+        if worker is not None:
+            self._kill_for(worker, why)
+
     def restore(self, worker: Worker, message: Restore) -> None:
         worker.generation = message.generation
         worker.enter(WorkerState.RESTORING)

@@ -1,0 +1,122 @@
+"""The rig of the acceptance scenarios: jobs of four hosts on this machine, and the three checks.
+
+Terms and bounds of the scenario catalogue: lease TTL 3 s, collective timeout 120 s (so that a recovery can
+only come from membership), DETECT = TTL + 2 s, RECOVER = DETECT + 10 s.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from deadpool.cli.compare import compare_runs
+from deadpool.testing.cluster import Event, Job, JobSpec, run_to_end, running
+
+TOY = Path(__file__).parent / "toy.py"
+TTL_S = 3.0
+DETECT_S = TTL_S + 2.0
+RECOVER_S = DETECT_S + 10.0
+OPTIONS = ("--lease-ttl-s", str(TTL_S), "--collective-timeout-s", "120")
+
+Launch = Callable[..., Job]
+
+
+class Rig:
+    """Runs jobs, and compares disturbed ones with undisturbed ones of the same arguments.
+
+    Undisturbed runs are shared by all tests of a session.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._undisturbed: dict[tuple[str, ...], Job] = {}
+        self._count = 0
+
+    def spec(
+        self, args: Sequence[str], *, nnodes: int = 4, spares: int = 1, options: Sequence[str] = ()
+    ) -> JobSpec:
+        self._count += 1
+        return JobSpec(
+            script=TOY,
+            args=args,
+            options=("--nnodes", str(nnodes), "--spares", str(spares), *OPTIONS, *options),
+            run_dir=self._folder / f"run-{self._count}",
+        )
+
+    def undisturbed(self, args: Sequence[str], nnodes: int = 4) -> Job:
+        key = (str(nnodes), *args)
+        if key not in self._undisturbed:
+            job, code = run_to_end(self.spec(args, nnodes=nnodes, spares=0))
+            assert code == 0, job.output[-4000:]
+            self._undisturbed[key] = job
+        return self._undisturbed[key]
+
+    def check_trace(self, job: Job, args: Sequence[str] = (), world_size: int = 4) -> None:
+        """TC: every recorded value and the final state equal the undisturbed run's, bit for bit."""
+        comparison = compare_runs(self.undisturbed(args, world_size).run_dir, job.run_dir, world_size)
+        assert comparison.has_records
+        assert not comparison.differences, comparison.differences[:5]
+
+    def check_one_owner(self, job: Job, world_size: int = 4) -> None:
+        """OO: one process completes the steps of a (rank, generation); generations only grow."""
+        first_of: dict[int, float] = {}
+        last_of: dict[int, float] = {}
+        for rank in range(world_size):
+            owners: dict[int, set[int]] = defaultdict(set)
+            newest = 0
+            for record in job.records(rank):
+                generation, moment = int(record["g"]), float(record["t"])
+                assert generation >= newest, f"rank {rank} recorded in generation {generation} after {newest}"
+                newest = generation
+                owners[generation].add(int(record["p"]))
+                first_of[generation] = min(moment, first_of.get(generation, moment))
+                last_of[generation] = max(moment, last_of.get(generation, moment))
+            for generation, pids in owners.items():
+                assert len(pids) == 1, f"rank {rank}, generation {generation}: steps of processes {pids}"
+        for older in last_of:
+            for newer in first_of:
+                if older < newer:
+                    assert last_of[older] <= first_of[newer] + 1.0
+
+    def check_survivors(self, job: Job, replaced: set[int], world_size: int = 4) -> None:
+        """SC: ranks whose host was not struck finished in the process in which they began."""
+        for rank in range(world_size):
+            pids = [line["pid"] for line in job.workers() if line["rank"] == rank]
+            if rank in replaced:
+                assert len(set(pids)) > 1, f"rank {rank} was struck and kept its process"
+            else:
+                assert set(pids) == {job.digests(rank)["pid"]}, f"rank {rank} changed its process"
+
+    def check_recovery(self, job: Job, struck_s: float, within_s: float = RECOVER_S) -> Event:
+        """A recovery followed within the bound, up to the first new step; returns its `recovery.done`."""
+        done = next(event for event in job.named("recovery.done") if event["monotonic_s"] > struck_s)
+        steps = [
+            float(record["t"])
+            for record in job.records(0)
+            if int(record["g"]) >= done["generation"] and float(record["t"]) > struck_s
+        ]
+        assert min(steps) - struck_s <= within_s
+        return done
+
+
+@pytest.fixture(scope="session")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    return Rig(tmp_path_factory.mktemp("scenarios"))
+
+
+@pytest.fixture
+def launch(rig: Rig) -> Iterator[Launch]:
+    """Starts a job that ends with the test at the latest."""
+    contexts = []
+
+    def start(args: Sequence[str] = (), **keywords: object) -> Job:
+        context = running(rig.spec(args, **keywords))  # type: ignore[arg-type]
+        contexts.append(context)
+        return context.__enter__()
+
+    yield start
+    for context in contexts:
+        context.__exit__(None, None, None)

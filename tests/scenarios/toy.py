@@ -1,0 +1,116 @@
+"""The job of the scenario tests: a small model with everything that must continue exactly.
+
+Dropout, AdamW, warm-up and cosine learning rate, a seeded sampler, gradient accumulation. A step takes about
+50 ms, most of it asleep, as on a host whose device computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import deadpool
+from deadpool.api import Ft
+
+SAMPLES = 96
+WIDTH = 64
+
+
+class Squares(Dataset[tuple[int, Tensor]]):
+    """Sample i is drawn from generator i."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+class Shuffled(Sampler[int]):
+    """Endless passes, each shuffled anew and dealt out to the ranks."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        per_pass = SAMPLES // self.world_size
+        while True:
+            number, begin = divmod(self.position, per_pass)
+            order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(number))
+            for index in order[self.rank :: self.world_size][begin:per_pass].tolist():
+                self.position += 1
+                yield index
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def build(parallel: str) -> nn.Module:
+    torch.manual_seed(7)
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH)
+    )
+    if parallel == "ddp":
+        return DistributedDataParallel(model)
+    fully_shard(model)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parallel", choices=("ddp", "fsdp2"), default="ddp")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--step-s", type=float, default=0.05)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--raise-at", type=int, default=0, help="rank 1 raises ValueError at this step")
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(1)
+    deadpool.init()
+    rank = torch.distributed.get_rank()
+    model = build(arguments.parallel)
+    torch.manual_seed(100 + rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min(1.0, (step + 1) / 5) * 0.5 * (1 + math.cos(math.pi * step / arguments.steps)),
+    )
+    loader = StatefulDataLoader(
+        Squares(), batch_size=4, sampler=Shuffled(rank, torch.distributed.get_world_size())
+    )
+
+    def train(ft: Ft) -> None:
+        batches = iter(loader)
+        for step in ft.steps(arguments.steps):
+            if step == arguments.raise_at and ft.rank == 1:
+                raise ValueError(f"a bug of the user at step {step}")
+            for _ in range(arguments.accumulate):
+                indices, inputs = next(batches)
+                loss = F.mse_loss(model(inputs), inputs.square()) / arguments.accumulate
+                loss.backward()
+                ft.record(loss=loss, samples=indices)
+            time.sleep(arguments.step_s)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            ft.record(lr=scheduler.get_last_lr()[0])
+
+    deadpool.wrap(train, model=model, optimizer=optimizer, scheduler=scheduler, data=loader)()
+
+
+if __name__ == "__main__":
+    main()
