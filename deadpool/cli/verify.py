@@ -8,17 +8,17 @@ before it.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Any
 
 import msgspec
 
@@ -252,44 +252,55 @@ def _make_stamp(config: Config) -> Stamp:
 
 
 def run_process(arguments: Sequence[str]) -> int:
-    """`deadpool run` in a process of its own; Ctrl-C and SIGTERM end it, too."""
+    """`deadpool run` in a process of its own; what ends this command ends it, too."""
     libc = ctypes.CDLL(None, use_errno=True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deadpool", "run", *arguments],
-        start_new_session=True,  # Ctrl-C reaches it once, through us
-        preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # if we are killed, it ends as well
-    )
-    with _forwarding(process):
+    with _ForwardedSignals() as signals:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deadpool", "run", *arguments],
+            start_new_session=True,  # Ctrl-C reaches it once, through us
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # if we are killed, it ends
+        )
+        signals.forward_to(process)
         code = process.wait()
     return code if code >= 0 else 128 - code
 
 
-@contextlib.contextmanager
-def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass SIGTERM, SIGINT and SIGHUP on; kill a run that does not end in time."""
+class _ForwardedSignals:
+    """Passes SIGTERM, SIGINT and SIGHUP on to a process, and kills it if it does not end in time."""
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []  # arrived before the process was there
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _ForwardedSignals:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            self._previous[number] = signal.signal(number, self._forward)
+        self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._kill)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def forward_to(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        while self._early:
+            self._forward(self._early.pop(0), None)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if self._process is None:
+            self._early.append(number)
+            return
+        self._process.send_signal(number)
         signal.setitimer(signal.ITIMER_REAL, _STOP_GRACE_S)
 
-    def kill(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-
-    handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {
-        signal.SIGTERM: forward,
-        signal.SIGINT: forward,
-        signal.SIGHUP: forward,
-        signal.SIGALRM: kill,
-    }
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    def _kill(self, number: int, frame: FrameType | None) -> None:
+        if self._process is not None:
+            self._process.kill()
 
 
 def _conclude(outcome: Outcome) -> int:
