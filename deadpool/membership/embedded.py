@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import random
 import secrets
 import signal
 import socket
@@ -16,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -30,12 +30,17 @@ EMBEDDED_WARNING = (
     "newer, or 3.4.22 or newer"
 )
 
+_HEARTBEAT_MS = 50
+_ELECTION_MS = 500  # the shortest lease is 1.5 times this, in whole seconds: 1 s
+_KEEPALIVE_MIN_MS = 500  # how often a client may ping; a frozen server is then noticed in 2 s
 _START_S = 15.0  # measured: 0.14-1.0 s; more on a machine that is busy compiling
 _POLL_S = 0.02
 _PROBE_S = 1.0
 _STOP_S = 2.0
 _JOIN_S = 3.0
 _PORT_ATTEMPTS = 5
+_FIRST_PORT = 12_000
+_PORT_TRIES = 200
 
 # Runs in the child between fork and exec. Not a preexec_fn: Python code in a fork of a process with threads
 # can deadlock. The parent may have died before prctl took effect, hence the second look at it.
@@ -48,21 +53,6 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedOptions:
-    """Timing of an embedded server.
-
-    Attributes:
-        heartbeat_ms: raft heartbeat.
-        election_ms: raft election timeout; the shortest lease is 1.5 times it, in whole seconds.
-        keepalive_min_s: how often a client may ping.
-    """
-
-    heartbeat_ms: int = 50
-    election_ms: int = 500
-    keepalive_min_s: float = 0.5
-
-
 class EmbeddedEtcd:
     """One etcd process on 127.0.0.1, with free ports, that dies with this process.
 
@@ -71,11 +61,10 @@ class EmbeddedEtcd:
     the same data and ports.
     """
 
-    def __init__(self, data_dir: Path, options: EmbeddedOptions | None = None) -> None:
+    def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
-        self._options = options or EmbeddedOptions()
         self._name = f"embedded-{secrets.token_hex(4)}"
-        self._ports: tuple[int, int] | None = None  # client, peer
+        self._ports: list[int] = []  # client, peer
         self._process: subprocess.Popen[bytes] | None = None
         self._started = threading.Event()
         self._start_error: OSError | None = None
@@ -84,7 +73,7 @@ class EmbeddedEtcd:
     @property
     def endpoint(self) -> str:
         """`host:port` for clients; known once started."""
-        if self._ports is None:
+        if not self._ports:
             raise StoreUnavailable("the embedded etcd was not started")
         return f"127.0.0.1:{self._ports[0]}"
 
@@ -113,7 +102,7 @@ class EmbeddedEtcd:
         program = find_etcd()
         self._data_dir.mkdir(parents=True, exist_ok=True)
         deadline_s = time.monotonic() + _START_S
-        if self._ports is not None:  # a restart: clients know the ports
+        if self._ports:  # a restart: clients know the ports
             self._launch(program, self._ports)
             if self._wait_healthy(deadline_s):
                 return
@@ -121,12 +110,12 @@ class EmbeddedEtcd:
         # Somebody may take a free port between our choice and etcd's bind; etcd then ends at once, and we
         # choose again.
         for _ in range(_PORT_ATTEMPTS):
-            self._ports = _free_ports()
+            self._ports = free_ports(2)
             self._launch(program, self._ports)
             if self._wait_healthy(deadline_s):
                 return
             error = self._failed_to_start()
-            self._ports = None
+            self._ports = []
             if "address already in use" not in str(error):
                 break
         raise error
@@ -163,7 +152,7 @@ class EmbeddedEtcd:
         if self._process is not None:
             self._process.send_signal(number)  # does nothing once the process is reaped
 
-    def _launch(self, program: str, ports: tuple[int, int]) -> None:
+    def _launch(self, program: str, ports: list[int]) -> None:
         client_url, peer_url = (f"http://127.0.0.1:{port}" for port in ports)
         command = [
             *(sys.executable, "-I", "-S", "-c", _EXEC_BOUND_TO_PARENT, str(os.getpid())),
@@ -171,9 +160,9 @@ class EmbeddedEtcd:
             *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
             *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
             *("--initial-cluster", f"{self._name}={peer_url}", "--logger", "zap", "--log-level", "error"),
-            *("--heartbeat-interval", str(self._options.heartbeat_ms)),
-            *("--election-timeout", str(self._options.election_ms)),
-            *("--grpc-keepalive-min-time", f"{self._options.keepalive_min_s}s"),
+            *("--heartbeat-interval", str(_HEARTBEAT_MS)),
+            *("--election-timeout", str(_ELECTION_MS)),
+            *("--grpc-keepalive-min-time", f"{_KEEPALIVE_MIN_MS}ms"),
             "--unsafe-no-fsync",
         ]
         self._started.clear()
@@ -214,7 +203,6 @@ class EmbeddedEtcd:
 
     def _is_healthy(self) -> bool:
         """Whether OUR server answers, and can read with a quorum: somebody else may have taken the port."""
-        assert self._ports is not None
         connection = http.client.HTTPConnection("127.0.0.1", self._ports[0], timeout=_PROBE_S)
         try:
             connection.request("POST", "/v3/cluster/member/list", body="{}")
@@ -249,8 +237,20 @@ def find_etcd() -> str:
     )
 
 
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        return first.getsockname()[1], second.getsockname()[1]
+def free_ports(number: int) -> list[int]:
+    """Different ports of 127.0.0.1 on which nobody listens.
+
+    From below the range that the kernel uses for outgoing connections: one of those could take a port between
+    this look and the server's bind, or between its end and its restart.
+    """
+    lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = range(min(_FIRST_PORT, lowest_outgoing // 2), lowest_outgoing)
+    ports: list[int] = []
+    for port in random.sample(candidates, k=min(len(candidates), _PORT_TRIES + number)):
+        with socket.socket() as probe:
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                ports.append(port)
+        if len(ports) == number:
+            return ports
+    raise StoreUnavailable(f"no {number} free ports were found on 127.0.0.1 in {candidates}")

@@ -153,12 +153,6 @@ class EtcdStore(MembershipStore):
         watch.start()
         return watch
 
-    def compact(self) -> None:
-        """Forget the history before now. For tests; production clusters compact by themselves."""
-        _, revision = self.get_prefix(_PROBE_KEY)
-        request = etcdrpc.CompactionRequest(revision=revision)
-        self._connection.call("compact", lambda rpc: rpc.kv.Compact(request))
-
     def _delete(self, keys: KeyRange) -> int:
         request = to_delete_request(keys)
         answer = self._connection.call(f"delete {keys.start}", lambda rpc: rpc.kv.DeleteRange(request))

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deadpool.core.types import Member, Phase, View
-from deadpool.membership.embedded import EmbeddedEtcd, find_etcd
+from deadpool.errors import StoreUnavailable
+from deadpool.membership.embedded import EmbeddedEtcd, find_etcd, free_ports
 from deadpool.membership.etcd import EtcdConfig, EtcdStore
 from deadpool.membership.memory import MemoryServer, MemoryStore
 from deadpool.membership.store import MembershipStore
 
 TTL_S = 1.0
 EVENT_S = 10.0
+START_S = 15.0
 _T = TypeVar("_T")
 
 
@@ -161,7 +163,8 @@ class EtcdProcess:
         cls, folder: Path, n_servers: int, *options: str, config: EtcdConfig | None = None
     ) -> list[EtcdProcess]:
         """Start servers, each with its own client, and wait until each answers."""
-        clients, peers = free_ports(n_servers), free_ports(n_servers)
+        ports = free_ports(2 * n_servers)
+        clients, peers = ports[:n_servers], ports[n_servers:]
         scheme = "https" if config is not None and config.ca_file is not None else "http"
         cluster = ",".join(f"s{each}=http://127.0.0.1:{peers[each]}" for each in range(n_servers))
         servers = []
@@ -178,21 +181,30 @@ class EtcdProcess:
                 config or etcd_config(), endpoints=(f"127.0.0.1:{clients[each]}",), call_timeout_s=10.0
             )
             servers.append(cls(own, arguments, folder / f"s{each}.log"))
-        for server in servers:
-            with EtcdStore(server.config):
-                pass
+        try:
+            for server in servers:
+                server.wait_until_up()
+        except StoreUnavailable:
+            for server in servers:
+                server.close()
+            raise
         return servers
 
+    def wait_until_up(self) -> None:
+        give_up_s = time.monotonic() + START_S
+        while True:
+            try:
+                with EtcdStore(self.config):
+                    return
+            except StoreUnavailable:
+                if time.monotonic() > give_up_s:
+                    raise
+
     def control(self, *arguments: str) -> None:
-        program = str(Path(find_etcd()).with_name("etcdctl"))
-        command = [program, "--endpoints", self.endpoint, *arguments]
-        subprocess.run(command, check=True, capture_output=True, timeout=10)
+        run_etcdctl(self.endpoint, *arguments)
 
     def leads(self) -> bool:
-        program = str(Path(find_etcd()).with_name("etcdctl"))
-        command = [program, "--endpoints", self.endpoint, "endpoint", "status", "-w", "json"]
-        done = subprocess.run(command, check=True, capture_output=True, timeout=10)
-        (answer,) = json.loads(done.stdout)
+        (answer,) = json.loads(run_etcdctl(self.endpoint, "endpoint", "status", "-w", "json"))
         return bool(answer["Status"]["leader"] == answer["Status"]["header"]["member_id"])
 
     def kill(self) -> None:
@@ -203,12 +215,10 @@ class EtcdProcess:
         self.kill()
 
 
-def free_ports(number: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
+def run_etcdctl(endpoint: str, *arguments: str) -> bytes:
+    program = str(Path(find_etcd()).with_name("etcdctl"))
+    command = [program, "--endpoints", endpoint, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, timeout=10).stdout
 
 
 class Backend(ABC):
@@ -293,7 +303,8 @@ class EtcdBackend(Backend):
 
     def compact(self) -> None:
         with EtcdStore(etcd_config(self.server.endpoint)) as store:
-            store.compact()
+            _, revision = store.get_prefix("/deadpool/")
+        run_etcdctl(self.server.endpoint, "compact", str(revision))
 
     def pass_time(self, seconds: float) -> None:
         threading.Event().wait(seconds)
@@ -310,7 +321,7 @@ class EtcdBackend(Backend):
 
 def etcd_config(*endpoints: str) -> EtcdConfig:
     """Short deadlines, and pings as frequent as the embedded server allows."""
-    return EtcdConfig(endpoints=endpoints, call_timeout_s=1.5, keepalive_s=1.0, keepalive_timeout_s=1.0)
+    return EtcdConfig(endpoints=endpoints, call_timeout_s=1.0, keepalive_s=1.0, keepalive_timeout_s=1.0)
 
 
 def run_at_once(actions: list[Callable[[], None]]) -> None:

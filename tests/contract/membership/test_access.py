@@ -16,10 +16,9 @@ from tests.contract.membership.support import EtcdProcess, Recorder, etcd_config
 TLS = Path(__file__).parent / "tls"
 
 
-@pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[EtcdProcess]:
-    """A server with a user. It keeps its tokens in memory only."""
-    server = EtcdProcess.start_one(tmp_path)
+def start_guarded(folder: Path) -> EtcdProcess:
+    """A server with two users."""
+    server = EtcdProcess.start_one(folder)
     for command in (
         ("user", "add", "root:root-password"),
         ("user", "grant-role", "root", "root"),
@@ -30,6 +29,19 @@ def guarded(tmp_path: Path) -> Iterator[EtcdProcess]:
         ("auth", "enable"),
     ):
         server.control(*command)
+    return server
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
+    server = start_guarded(tmp_path_factory.mktemp("guarded"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def own_guarded(tmp_path: Path) -> Iterator[EtcdProcess]:
+    server = start_guarded(tmp_path)
     yield server
     server.close()
 
@@ -52,7 +64,7 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess
 
 
 def log_in(server: EtcdProcess, user: str = "trainer", password: str = "secret") -> EtcdStore:
-    return EtcdStore(replace(etcd_config(server.endpoint), user=user, password=password))
+    return EtcdStore(replace(server.config, user=user, password=password))
 
 
 def test_a_user_works_without_tls_and_only_under_the_prefix(guarded: EtcdProcess) -> None:
@@ -63,17 +75,20 @@ def test_a_user_works_without_tls_and_only_under_the_prefix(guarded: EtcdProcess
             store.put("/elsewhere", b"1")
 
 
-def test_calls_and_watches_go_on_when_the_server_has_forgotten_the_token(guarded: EtcdProcess) -> None:
-    with log_in(guarded) as watching, log_in(guarded) as writing:
+def test_calls_and_watches_go_on_when_the_server_has_forgotten_their_token(own_guarded: EtcdProcess) -> None:
+    with log_in(own_guarded) as watching, log_in(own_guarded) as writing:
         seen = Recorder()
         watching.watch(
             "/deadpool/watched/", seen
         )  # calls nothing meanwhile: only the watch meets the refusal
         seen.wait_for(WatchConnected)
 
-        guarded.kill()
+        as_root = ("--user", "root:root-password")
+        own_guarded.control(*as_root, "auth", "disable")  # forgets all tokens, as time does
+        own_guarded.control("auth", "enable")
+        own_guarded.kill()
         seen.wait_for(WatchInterrupted)
-        guarded.start()
+        own_guarded.start()
         writing.put("/deadpool/watched/a", b"2")
 
         seen.wait_for(KeyPut, lambda put: put.pair.key == "/deadpool/watched/a")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
 from deadpool.core.types import Ack, Phase
 from deadpool.errors import ConfigError
 from deadpool.membership.claim import claim_job
+from deadpool.membership.memory import MemoryServer, MemoryStore
 from deadpool.membership.records import JobClaim
 from deadpool.membership.registry import Registry
-from deadpool.membership.store import Lease
+from deadpool.membership.store import Compare, KeyRange, Lease, Write
 from tests.contract.membership.support import Backend, make_member, make_view, run_at_once
 
 N_MEMBERS = 3
@@ -101,12 +103,19 @@ def test_a_second_job_under_a_live_id_is_refused_and_changes_nothing(job: Job) -
     job.start(N_MEMBERS)
     before, _ = job.registry.store.get_prefix(job.registry.prefix)
 
-    for run_id in ("second", ""):
-        with pytest.raises(ConfigError, match=r"live job \(3 of 3 members, started by h0, process 1\)"):
-            job.claim(make_claim(run_id))
-        assert job.waited_s < CLAIM_TTL_S + 0.15
+    with pytest.raises(ConfigError, match=r"live job \(3 of 3 members, started by h0, process 1\)"):
+        job.claim(make_claim("second"))
 
+    assert job.waited_s < CLAIM_TTL_S + 0.15
     assert job.registry.store.get_prefix(job.registry.prefix)[0] == before
+
+
+@without_waiting
+def test_without_a_run_id_a_further_agent_of_a_full_job_is_refused(job: Job) -> None:
+    job.start(N_MEMBERS)
+
+    with pytest.raises(ConfigError, match="3 of 3 members"):
+        job.claim(make_claim(""))
 
 
 @without_waiting
@@ -168,6 +177,7 @@ def test_members_that_outlive_their_erased_job_are_named(job: Job) -> None:
         job.claim(make_claim("second"))
 
 
+@without_waiting
 def test_a_live_job_whose_leases_all_ended_in_a_stall_of_etcd_is_not_taken_for_dead(job: Job) -> None:
     job.start(N_MEMBERS)
     job.end_leases()
@@ -204,3 +214,36 @@ def test_of_several_agents_that_find_leftovers_one_cleans_and_none_deletes_the_n
     assert len(set(found)) == 1
     pairs, _ = job.registry.store.get_prefix(job.registry.prefix)
     assert [pair.key for pair in pairs] == [job.registry.job_key]
+
+
+class ComingBackStore(MemoryStore):
+    """A store on which a member comes back just before the first transaction is applied."""
+
+    def __init__(self, server: MemoryServer, key: str) -> None:
+        super().__init__(server)
+        self._key = key
+        self._has_come_back = False
+
+    def transaction(
+        self, compares: Sequence[Compare], writes: Sequence[Write] = (), deletes: Sequence[KeyRange] = ()
+    ) -> int | None:
+        if not self._has_come_back:
+            self._has_come_back = True
+            self.put(self._key, b"", self.lease_grant(CLAIM_TTL_S).id)
+        return super().transaction(compares, writes, deletes)
+
+
+def test_a_member_that_comes_back_at_the_last_moment_saves_its_job() -> None:
+    server = MemoryServer()
+    job_id = "job"
+    dead = Registry(MemoryStore(server), job_id)
+    dead.store.put(dead.job_key, msgspec.json.encode(make_claim("first")))
+    dead.put_recovery(1, {})
+    registry = Registry(ComingBackStore(server, f"{dead.members_prefix}h0-1"), job_id)
+
+    with pytest.raises(ConfigError, match="live job"):
+        claim_job(
+            registry, make_claim("second"), CLAIM_TTL_S, clock=lambda: server.now_s, pause=server.advance
+        )
+
+    assert dead.recoveries() == ({},)

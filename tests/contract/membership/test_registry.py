@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from deadpool.core.types import Ack, Fault, FaultKind, Inventory, Name, Phase, RankCopies, ReplicatedGroup
-from deadpool.errors import Fenced, LeaseLost, MembershipError
+from deadpool.errors import Fenced, LeaseLost, MembershipError, StoreUnavailable
+from deadpool.membership.memory import MemoryServer, MemoryStore
 from deadpool.membership.records import (
     AckPut,
     FaultPut,
@@ -24,7 +25,7 @@ from deadpool.membership.records import (
     ViewPut,
 )
 from deadpool.membership.registry import Registry
-from deadpool.membership.store import Lease, MembershipStore
+from deadpool.membership.store import Compare, KeyRange, Lease, MembershipStore, Write
 from tests.contract.membership.support import TTL_S, Backend, Recorder, make_member, make_view, run_at_once
 
 MEMBERS = tuple(make_member(number) for number in range(4))
@@ -385,3 +386,39 @@ def test_a_record_of_another_version_is_left_out_and_named(
     registry.store.put(registry.view_key, b"{}")
     with pytest.raises(MembershipError, match="view cannot be read"):
         registry.view()
+
+
+class LostAnswers(MemoryStore):
+    """A store that answers no transaction, whether it applies it or not."""
+
+    def __init__(self, server: MemoryServer, *, applies: bool) -> None:
+        super().__init__(server)
+        self.applies = applies
+
+    def transaction(
+        self, compares: Sequence[Compare], writes: Sequence[Write] = (), deletes: Sequence[KeyRange] = ()
+    ) -> int | None:
+        if self.applies:
+            super().transaction(compares, writes, deletes)
+        raise StoreUnavailable("as the test wants it")
+
+
+def test_a_view_whose_acceptance_was_not_heard_is_not_published_twice_nor_given_up() -> None:
+    server = MemoryServer()
+    honest = Registry(MemoryStore(server), "job")
+    lease = enrol(honest, 0)
+    view = make_view(1, (MEMBERS[0].id,))
+    applied = Registry(LostAnswers(server, applies=True), "job")
+    ignored = Registry(LostAnswers(server, applies=False), "job")
+
+    assert ignored.campaign(MEMBERS[0].id, lease) is None
+    term = applied.campaign(MEMBERS[0].id, lease)
+    assert term is not None
+    assert honest.leader() == (MEMBERS[0].id, term)
+    with pytest.raises(StoreUnavailable):
+        ignored.publish_view(view, 0, term)
+    revision = applied.publish_view(view, 0, term)
+
+    assert honest.view() == (view, revision)
+    with pytest.raises(StoreUnavailable):
+        ignored.publish_view(view, revision or 0, term)  # the same View again is not taken for accepted

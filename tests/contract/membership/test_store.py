@@ -144,7 +144,7 @@ def test_of_racing_creators_exactly_one_wins(backend: Backend, prefix: str) -> N
     assert len(results) == 4
 
 
-def test_only_the_keys_of_a_lease_that_ends_go_with_it(
+def test_only_the_keys_of_a_lease_that_ends_go_with_it_and_asking_for_its_time_does_not_renew_it(
     backend: Backend, store: MembershipStore, prefix: str
 ) -> None:
     kept, lost = store.lease_grant(TTL_S), store.lease_grant(TTL_S)
@@ -157,6 +157,7 @@ def test_only_the_keys_of_a_lease_that_ends_go_with_it(
     give_up_s = time.monotonic() + EVENT_S
     while store.get(f"{prefix}lost") is not None and time.monotonic() < give_up_s:
         assert store.lease_keepalive(kept.id) == kept.granted_ttl_s
+        assert store.lease_remaining_s(lost.id) <= lost.granted_ttl_s
         backend.pass_time(TTL_S / 5)
 
     assert seen.wait_for(KeyDeleted).key == f"{prefix}lost"
@@ -167,21 +168,6 @@ def test_only_the_keys_of_a_lease_that_ends_go_with_it(
     store.lease_revoke(kept.id)
     assert [pair.key for pair in store.get_prefix(prefix)[0]] == [f"{prefix}unleased"]
     store.lease_revoke(kept.id)  # has ended already
-
-
-def test_asking_for_the_time_left_to_a_lease_does_not_renew_it(
-    backend: Backend, store: MembershipStore, prefix: str
-) -> None:
-    lease = store.lease_grant(TTL_S)
-    store.put(f"{prefix}a", b"", lease.id)
-
-    give_up_s = time.monotonic() + EVENT_S
-    while store.get(f"{prefix}a") is not None:
-        assert store.lease_remaining_s(lease.id) <= TTL_S
-        assert time.monotonic() < give_up_s
-        backend.pass_time(TTL_S / 5)
-
-    assert store.lease_remaining_s(lease.id) == 0
 
 
 def test_a_write_with_an_ended_lease_is_refused(store: MembershipStore, prefix: str) -> None:
@@ -320,6 +306,9 @@ def test_a_client_that_is_cut_off_says_so_in_time_and_works_again_afterwards(
     backend: Backend, store: MembershipStore, prefix: str
 ) -> None:
     lease = store.lease_grant(TTL_S)
+    seen = Recorder()
+    store.watch(prefix, seen)
+    seen.wait_for(WatchConnected)
     backend.cut_off(store)
     calls: list[Callable[[], object]] = [
         lambda: store.get(f"{prefix}a"),
@@ -341,7 +330,8 @@ def test_a_client_that_is_cut_off_says_so_in_time_and_works_again_afterwards(
 
     backend.let_back(store)
     store.put(f"{prefix}b", b"")
-    assert store.get(f"{prefix}b") is not None
+    seen.wait_for(KeyPut, lambda put: put.pair.key == f"{prefix}b")
+    assert [isinstance(each, WatchInterrupted) for each in seen.events].count(True) == 1
 
 
 def test_a_watch_that_begins_while_cut_off_catches_up(
