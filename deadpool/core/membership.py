@@ -35,6 +35,7 @@ from deadpool.core.membership_types import (
     Tick,
 )
 from deadpool.core.recovery import (
+    BAD_INPUT,
     USER_ERROR,
     Outcome,
     advance,
@@ -277,7 +278,8 @@ def _on_fault(state: State, fault: Fault, now_s: float) -> Outcome:
             return state, ()  # the abort itself breaks collectives
         since_s = now_s if state.suspected_at_s is None else state.suspected_at_s
         pairs = tuple(sorted({*state.pairs, *fault.pairs}))
-        return replace(state, suspected_at_s=since_s, pairs=pairs), ()
+        newest = max(state.suspected_step, fault.step)
+        return replace(state, suspected_at_s=since_s, suspected_step=newest, pairs=pairs), ()
     if fault.kind is FaultKind.SPARE_FAILED:
         reason = describe(state, fault)
         slot = state.slot_of[fault.member]
@@ -306,7 +308,9 @@ def _on_worker_fault(state: State, view: View, fault: Fault, now_s: float) -> Ou
         return state, ()
     is_user_error = fault.kind is FaultKind.USER_ERROR
     reason = describe(state, fault)
-    state, count = _count_cause(state, fault)
+    if fault.kind is FaultKind.BAD_INPUT:
+        return end(state, Phase.HALTED, BAD_INPUT, reason)
+    state, count = _count_cause(state, _cause_of(fault))
     if count >= (2 if is_user_error else state.limits.max_attempts):
         return end(state, Phase.HALTED, USER_ERROR, f"{reason} It was the {ordinal(count)} time: giving up.")
     if view.phase is Phase.FORMING and state.attempts >= state.limits.max_attempts:
@@ -330,11 +334,14 @@ def _on_worker_fault(state: State, view: View, fault: Fault, now_s: float) -> Ou
     return open_generation(state, now_s, reason, vacate=vacate, respawning=respawning)
 
 
-def _count_cause(state: State, fault: Fault) -> tuple[State, int]:
+def _cause_of(fault: Fault) -> Cause:
     if fault.kind is FaultKind.USER_ERROR:
-        cause = Cause(kind=fault.kind, ranks=(), step=fault.step, line=last_line(fault.detail))
-    else:
-        cause = Cause(kind=fault.kind, ranks=tuple(sorted(fault.ranks)), step=fault.step)
+        return Cause(kind=fault.kind, ranks=(), step=fault.step, line=last_line(fault.detail))
+    return Cause(kind=fault.kind, ranks=tuple(sorted(fault.ranks)), step=fault.step)
+
+
+def _count_cause(state: State, cause: Cause) -> tuple[State, int]:
+    """Remember `cause`; how often it has come by now."""
     others = []
     for known in state.causes:
         if replace(known, count=1) == cause:
@@ -371,6 +378,9 @@ def _resolve_suspicion(state: State, now_s: float) -> Outcome:
         if vacate:
             hosts = ", ".join(host_of(state, view.slots[slot]) for slot in vacate)
             reason = f"Collectives failed again; {hosts} could not be reached and is replaced."
-    if view.phase is Phase.FORMING and state.attempts >= state.limits.max_attempts:
-        return end(state, Phase.HALTED, USER_ERROR, "The first collectives fail again and again: giving up.")
+    state, count = _count_cause(state, Cause(kind=FaultKind.COLLECTIVE, ranks=(), step=state.suspected_step))
+    if not vacate and count > state.limits.max_attempts:
+        step_text = f"{count} times at step {state.suspected_step}"
+        text = f"Collectives failed {step_text} and no host is to blame: giving up."
+        return end(state, Phase.HALTED, USER_ERROR, text)
     return open_generation(replace(state, unconfirmed_at_s=now_s), now_s, reason, vacate=vacate)

@@ -62,6 +62,7 @@ class State:
     attempts: int = 0  # recoveries (or formings) since the job last ran
 
     suspected_at_s: float | None = None  # a collective failed and nobody is known to be dead
+    suspected_step: int = 0  # newest step of these reports
     pairs: tuple[tuple[int, int], ...] = ()  # (from, to) of these reports
     unconfirmed_at_s: float | None = None  # when a generation was opened for such a failure last
     missing: frozenset[MemberId] = frozenset()  # key gone within the grace time: no evidence yet

@@ -19,6 +19,7 @@ Outcome = tuple[State, tuple[Effect, ...]]
 # Exit codes that the core decides on; deadpool.errors.ExitCode documents them.
 FINISHED = 0
 USER_ERROR = 1
+BAD_INPUT = 2
 NO_SPARE_LEFT = 3
 STATE_LOST = 4
 
@@ -106,7 +107,9 @@ def form(state: State, now_s: float, reason: str, vacate: Sequence[int] = ()) ->
         holders=_place(state, slots, ()),
         reason=reason,
     )
-    state = replace(state, attempts=state.attempts + 1, suspected_at_s=None, pairs=(), respawning=0)
+    state = replace(
+        state, attempts=state.attempts + 1, suspected_at_s=None, suspected_step=0, pairs=(), respawning=0
+    )
     return enter_view(state, new, now_s), (PublishView(view=new), *fences)
 
 
@@ -148,7 +151,14 @@ def open_generation(
         holders=_place(state, slots, view.holders),
         reason=reason,
     )
-    state = replace(state, attempts=state.attempts + 1, suspected_at_s=None, pairs=(), respawning=respawning)
+    state = replace(
+        state,
+        attempts=state.attempts + 1,
+        suspected_at_s=None,
+        suspected_step=0,
+        pairs=(),
+        respawning=respawning,
+    )
     return enter_view(state, new, now_s), (PublishView(view=new),)
 
 
@@ -264,6 +274,7 @@ def describe(state: State, fault: Fault) -> str:
         FaultKind.WORKER_EXIT: "died",
         FaultKind.WORKER_STUCK: "makes no progress while others wait",
         FaultKind.USER_ERROR: "raised an exception",
+        FaultKind.BAD_INPUT: "cannot be protected",
         FaultKind.ABORT_TIMEOUT: "did not abort in time and was killed",
         FaultKind.DEVICE: "has a device error",
         FaultKind.SPARE_FAILED: "failed while joining",
@@ -344,7 +355,15 @@ def _run(state: State, view: View, now_s: float) -> Outcome:
     new = replace(view, phase=Phase.RUNNING, joining=(), leaving=(), rollback=rollback)
     leaving = [member for member in view.leaving if find_member(state, member)]
     fences = tuple(_fence(state, member, f"Replaced in generation {view.generation}.") for member in leaving)
-    state = replace(forget(state, leaving), attempts=0, suspected_at_s=None, pairs=(), respawning=0, acks=())
+    state = replace(
+        forget(state, leaving),
+        attempts=0,
+        suspected_at_s=None,
+        suspected_step=0,
+        pairs=(),
+        respawning=0,
+        acks=(),
+    )
     return enter_view(state, new, now_s), (PublishView(view=new), *fences)
 
 

@@ -37,6 +37,7 @@ class FaultKind(Enum):
     WORKER_EXIT = "worker_exit"  # child exit by signal or code, seen by its agent
     WORKER_STUCK = "worker_stuck"  # no progress while others wait; `ranks` are the culprits
     USER_ERROR = "user_error"  # an exception of the user's code; `detail` is the traceback
+    BAD_INPUT = "bad_input"  # state or settings that cannot be protected: trying again would not help
     COLLECTIVE = "collective"  # a failed collective: evidence, not proof
     ABORT_TIMEOUT = "abort_timeout"  # worker missed a limit of the abort and was killed by its agent
     DEVICE = "device"  # sticky device error, ECC, fabric

@@ -1,8 +1,8 @@
 """What must hold (DESIGN section 4), stated once. Exhaustive search, random walks and simulator all ask it.
 
 `Truth` is what is really there, kept by whoever drives the machine; the machine sees only events.
-`check_step` compares one step of the membership machine with it. The part of the commit protocol, invariants 3
-and 4 bank by bank, is checked in `commit_world` against what is physically in them.
+`check_step` compares one step of the membership machine with it. What invariants 3 and 4 mean bank by bank is
+checked in `commit_world`.
 """
 
 from __future__ import annotations
