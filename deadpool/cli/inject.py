@@ -1,6 +1,6 @@
 """`deadpool inject JOB KIND:rank=R`: strike a running job of this machine from outside.
 
-The spec, the plan and the act are in `deadpool.cli.faults`; their names can be imported from here as well.
+The spec, the plan and the act are in `deadpool.testing.faults`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from deadpool.cli.faults import (
+from deadpool.cli.jobs import find_job
+from deadpool.config import nearest
+from deadpool.errors import ConfigError
+from deadpool.testing.faults import (
     Injection,
     InjectionKind,
     InjectionPlan,
@@ -22,9 +25,6 @@ from deadpool.cli.faults import (
     started_s,
     strike,
 )
-from deadpool.cli.jobs import find_job
-from deadpool.config import nearest
-from deadpool.errors import ConfigError
 
 __all__ = [
     "Injection",

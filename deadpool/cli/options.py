@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from deadpool.cli.faults import parse_injections
 from deadpool.config import DEFAULT_ORIGIN, Config, Setting, load_config, settings
 from deadpool.errors import ConfigError, ExitCode
+from deadpool.testing.faults import parse_injections
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 """For typer's `command`: the first positional argument ends the options."""

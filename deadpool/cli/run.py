@@ -1,4 +1,4 @@
-"""`deadpool run`: all hosts of a job on this machine (`--standalone`), or this machine's host of a larger job."""
+"""`deadpool run`: all hosts of a job on this machine (`--standalone`), or this machine's own host."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from deadpool.membership.embedded import EMBEDDED_WARNING
 
 def run_command(config: Config) -> int:
     """Run the job; returns the exit code of docs/exit-codes.md."""
+    if not config.run.standalone and not config.job.job_id:
+        raise ConfigError(["give --job-id, the same on every host: it is how the hosts of a job meet"])
     job_id = config.job.job_id or f"job-{secrets.token_hex(4)}"
     config = replace(config, job=replace(config.job, job_id=job_id))
     run_dir = _make_run_dir(config)

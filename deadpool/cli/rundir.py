@@ -73,6 +73,12 @@ def read_workers(run_dir: Path) -> list[WorkerLine]:
     return list(_typed(_json_lines(run_dir / "workers.jsonl"), WorkerLine))
 
 
+def read_agent_addresses(run_dir: Path) -> tuple[str, ...]:
+    """`address:control_port` of every agent that registered on this machine."""
+    lines = _json_lines(run_dir / "agents.jsonl")
+    return tuple(dict.fromkeys(str(line["address"]) for line in lines if "address" in line))
+
+
 def read_injections(run_dir: Path) -> list[InjectionRecord]:
     """Injections that fired, by time."""
     found: list[dict[str, Any]] = []

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from deadpool.cli.jobs import JobFile, find_job, is_running
+from deadpool.cli.rundir import read_agent_addresses
 from deadpool.core.types import Member, MemberId, Phase, View
 from deadpool.errors import ConfigError, ExitCode, MembershipError
 from deadpool.report import AgentStatus, HostStatus, JobStatus, Protected, RankStatus
@@ -76,7 +77,8 @@ def gather_status(job: JobFile) -> tuple[JobStatus, str]:
         ConfigError: the control plane knows no such job.
     """
     deadline_s = time.monotonic() + DEADLINE_S
-    hinted = {hint: _Question(partial(_ask_agent, hint, job.token, deadline_s)) for hint in job.members_hint}
+    hints = job.members_hint or read_agent_addresses(Path(job.run_dir))
+    hinted = {hint: _Question(partial(_ask_agent, hint, job.token, deadline_s)) for hint in hints}
     # gRPC takes a third of a second to import, more on a busy machine: that is not etcd's silence.
     import_module("deadpool.membership.etcd")
     store = _Question(partial(_ask_store, job))

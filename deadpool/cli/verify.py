@@ -24,11 +24,11 @@ import msgspec
 
 import deadpool
 from deadpool.cli.compare import Difference, compare_runs
-from deadpool.cli.faults import Injection, parse_injections
 from deadpool.cli.options import run_arguments
 from deadpool.cli.rundir import RankDigests, read_digests, read_events, read_injections, read_workers
 from deadpool.config import Config, settings
 from deadpool.errors import ConfigError, ExitCode
+from deadpool.testing.faults import Injection, parse_injections
 
 LAST_LINE = "bit-identical to the undisturbed run: "
 _MAX_SHOWN = 10  # differences shown before the last line

@@ -45,6 +45,7 @@ from deadpool.membership.records import (
 )
 from deadpool.membership.registry import Registry
 from deadpool.membership.store import Lease, Watch
+from deadpool.runtime.checkpointing import CheckpointCallbacks, CheckpointTier, checkpoint_root
 from deadpool.runtime.fetch import Fetcher
 from deadpool.runtime.host import Host, HostCallbacks, HostParts
 from deadpool.runtime.leadership import Leadership
@@ -52,17 +53,19 @@ from deadpool.runtime.messages import (
     Control,
     Heartbeat,
     Relay,
+    ShardWritten,
     Stalled,
     StallQuery,
 )
 from deadpool.runtime.peers import Peers, PeersCallbacks
 from deadpool.runtime.protection import Protection, ProtectionCallbacks
 from deadpool.runtime.push import HolderPusher
-from deadpool.runtime.result import write_result
+from deadpool.runtime.result import note_agent, write_result
 from deadpool.runtime.stalls import Stalls, ranks_of
 from deadpool.runtime.status import describe
 from deadpool.runtime.workforce import Worker, WorkerState, Workforce, WorkforceCallbacks
 from deadpool.runtime.writer import RegistryWriter
+from deadpool.store.checkpoint import Shard
 from deadpool.store.data_server import DataServer
 from deadpool.store.host_memory import HostMemoryStore
 from deadpool.store.replication import Replicator
@@ -73,6 +76,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 LEAD_RETRY_S = 0.5
 STOP_WORKERS_S = 5.0
+FLUSH_LIMIT_S = 10.0  # SIGTERM: Slurm and Kubernetes kill 30 s after it
 PROGRESS_CHECK_S = 0.25
 LONG_WAIT_S = 30.0
 START_TIMEOUT_S = 300.0  # imports of the workers on a slow file system
@@ -118,9 +122,10 @@ class Agent:
         self._ending: View | None = None
         self._worker_codes: dict[int, int] = {}
         self._signal = 0
+        self._terminate_by_s = 0.0  # SIGTERM was heard: the snapshot is flushed until then
         self._has_servers = False
+        self._checkpointed_step = 0
         self._view_revision = 0
-        self._versions: dict[str, str] = {}
         self.degraded: dict[str, float] = {}  # reason -> since when
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -153,7 +158,13 @@ class Agent:
         self.writer = RegistryWriter()
         self.memory = HostMemoryStore(self.id)
         self.leadership = Leadership(
-            self.id, self.registry, self.writer, config, self.log, query_stall=self._query_stall
+            self.id,
+            self.registry,
+            self.writer,
+            config,
+            self.log,
+            query_stall=self._query_stall,
+            find_checkpoint=lambda: self.checkpoints.find() if config.checkpoint.dir else None,
         )
         self.workforce = Workforce(
             config,
@@ -198,6 +209,7 @@ class Agent:
         self.lease.start()
         self.log.emit("member.registered", host=self.host_label, granted_ttl_s=self.lease.granted_ttl_s)
         self.watch = self.registry.watch(lambda event: self.post(self._on_registry, event))
+        note_agent(self.run_dir, self.id, self.address, self._control_port)
         self.peers.start_watching()
 
     def _start_servers(self) -> None:
@@ -232,6 +244,18 @@ class Agent:
         self._has_servers = True
 
     def _make_parts(self) -> None:
+        self.checkpoints = CheckpointTier(
+            checkpoint_root(self.config.checkpoint.dir, self.run_dir),
+            self.memory,
+            self.config.world_size,
+            self.log,
+            post=self.post,
+            callbacks=CheckpointCallbacks(
+                written=self._on_shard_written,
+                completed=lambda name: self.leadership.act(lambda leader: leader.checkpoint_found(name)),
+                may_write=lambda: self.lease is not None and not self.lease.is_overdue,
+            ),
+        )
         self._pusher = HolderPusher(
             self.replicator, held=lambda rank, name: self.post(self.protection.holder_acked, rank, name)
         )
@@ -265,6 +289,7 @@ class Agent:
                 workforce=self.workforce,
                 protection=self.protection,
                 fetcher=self.fetcher,
+                checkpoints=self.checkpoints,
                 log=self.log,
                 stop_streams=self.replicator.set_generation,
             ),
@@ -289,7 +314,7 @@ class Agent:
             nproc=self.config.job.nproc_per_node,
             node_rank=self.config.run.node_rank,
             domain=self.config.run.domain,
-            versions=tuple(sorted(self._versions.items())),
+            versions=tuple(sorted(self.workforce.versions.items())),
             pid=os.getpid(),
         )
 
@@ -347,6 +372,8 @@ class Agent:
         """End everything this agent owns, within bounds."""
         if self._has_servers:
             self.peers.close()
+        if hasattr(self, "checkpoints"):
+            self.checkpoints.close()
         self.workforce.stop_all(STOP_WORKERS_S)
         if self._has_servers:
             self.replicator.close()
@@ -368,6 +395,8 @@ class Agent:
     # ---- registry ------------------------------------------------------------------------------------
 
     def _on_registry(self, event: RegistryEvent) -> None:
+        if self._terminate_by_s:
+            return  # hosts that end for the same signal are no losses
         match event:
             case MemberPut(member=member):
                 self._members[member.id] = member
@@ -433,7 +462,23 @@ class Agent:
 
     # ---- protection ----------------------------------------------------------------------------------
 
+    def _on_shard_written(self, name: Name, shard: Shard) -> None:
+        """A shard of this host is durable: the leader waits for it."""
+        message = ShardWritten(generation=self._generation(), name=name, shard=shard)
+        if self.leadership.leader is not None:
+            self._on_shard(message)
+        elif self.leadership.leader_id:
+            self.peers.send(self.leadership.leader_id, message)
+
+    def _on_shard(self, message: ShardWritten) -> None:
+        if self.leadership.leader is not None:
+            self.checkpoints.shard_written(message.name, message.shard)
+
     def _on_committed(self, name: Name) -> None:
+        every = self.config.checkpoint.every
+        if every and name.step // every > self._checkpointed_step // every:
+            self._checkpointed_step = name.step
+            self.checkpoints.save(self.host.ranks(), name)
         self.log.emit("snapshot.committed", generation=self._generation(), step=name.step)
         if self.degraded:
             self.degraded.clear()
@@ -486,6 +531,8 @@ class Agent:
                     self.protection.relayed(message)
             case Stalled():
                 self._on_stalled(message)
+            case ShardWritten():
+                self._on_shard(message)
             case StallQuery(generation=generation):
                 if generation == self._generation():
                     self._send_stalled()
@@ -526,7 +573,7 @@ class Agent:
             raise Replaced(why)
 
     def _on_parked(self, worker: Worker) -> None:
-        self.log.emit("worker.ready", pid=worker.handle.pid, seconds=time.monotonic() - worker.since_s)
+        self.log.emit("worker.ready", pid=worker.handle.pid, seconds=self.workforce.ready_s)
         if hasattr(self, "host"):
             self.host.on_parked(worker)
 
@@ -566,17 +613,39 @@ class Agent:
             return  # scripts may go on after wrap
         bad = [code for code in self._worker_codes.values() if code]
         code = view.exit_code or (int(ExitCode.USER_ERROR) if bad else 0)
+        self._summarise()
         self.log.emit("run.finished", generation=view.generation, exit_code=code, reason=view.reason)
         raise _End(code, view.reason)
+
+    def _summarise(self) -> None:
+        sent = self.replicator.metrics.as_dict().get("bytes_sent", 0)
+        protected = self.protection.protected
+        self.log.emit(
+            "agent.summary",
+            generation=self._generation(),
+            bytes_sent=sent,
+            host_memory_bytes=self.memory.memory_bytes(),
+            protected_step=protected.step if protected else None,
+        )
 
     def on_signal(self, number: int) -> None:
         """Signal handler's part: noticed at the next tick."""
         self._signal = number
 
     def _end_by_signal(self) -> None:
-        interrupted = self._signal == signal.SIGINT
-        code = int(ExitCode.INTERRUPTED if interrupted else ExitCode.TERMINATED)
-        raise _End(code, "Ctrl-C" if interrupted else "SIGTERM")
+        """Ctrl-C ends at once; SIGTERM (pre-emption) first makes the last protected step durable."""
+        if self._signal == signal.SIGINT:
+            raise _End(int(ExitCode.INTERRUPTED), "Ctrl-C")
+        protected = self.protection.protected
+        now_s = time.monotonic()
+        if protected is None or self.host.slot is None:
+            raise _End(int(ExitCode.TERMINATED), "SIGTERM")
+        if not self._terminate_by_s:
+            self._terminate_by_s = now_s + FLUSH_LIMIT_S
+            self.peers.stop_judging()
+            self.checkpoints.save(self.host.ranks(), protected)
+        if self.checkpoints.is_durable(protected) or now_s > self._terminate_by_s:
+            raise _End(int(ExitCode.TERMINATED), "SIGTERM")
 
     def _say(self, line: str) -> None:
         print(f"[{self.host_label}] {line}", file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ class SnapshotJob:
     """One rank's state to be brought into a bank of its own segment."""
 
     plan: RankPlan
+    load: Callable[[int, Name, Segment, int, OnceArea], None] | None  # from the checkpoint, not from peers
     name: Name
     bank: int
     segment: Segment
@@ -120,6 +121,9 @@ class Fetcher:
 
     def _fetch_snapshot(self, job: SnapshotJob) -> None:
         segment, bank, plan = job.segment, job.bank, job.plan
+        if job.load is not None:
+            job.load(plan.rank, job.name, segment, bank, job.once)
+            return
         segment.begin(bank, job.name)
         blob_len = self._copy_held(job)
         if blob_len is None:

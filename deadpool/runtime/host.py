@@ -24,17 +24,20 @@ from deadpool.core.types import (
     Phase,
     RankCopies,
     ReplicatedGroup,
+    Source,
     View,
 )
-from deadpool.errors import StoreUnavailable
+from deadpool.errors import SnapshotError, StoreUnavailable
 from deadpool.events import EventLog
 from deadpool.membership.registry import Registry
+from deadpool.runtime.checkpointing import CheckpointTier
 from deadpool.runtime.fetch import Fetcher, SnapshotJob
 from deadpool.runtime.messages import (
     Assign,
     Attach,
     Captured,
     FirstStep,
+    Note,
     Raised,
     Refused,
     Rehearsed,
@@ -88,6 +91,7 @@ class HostParts:
     workforce: Workforce
     protection: Protection
     fetcher: Fetcher
+    checkpoints: CheckpointTier
     log: EventLog
     stop_streams: Callable[[int], None]  # every push of an older generation ends
 
@@ -103,6 +107,7 @@ class _Generation:
     formed: set[int] = field(default_factory=set)  # ranks whose snapshot 0 is in their own bank
     held: set[int] = field(default_factory=set)  # ranks whose snapshot 0 is on its holder
     is_protected: bool = False
+    is_planned: bool = False
     plans: dict[int, RankPlan] = field(default_factory=dict)
     groups: tuple[ReplicatedGroup, ...] = ()
     banks: dict[int, int] = field(default_factory=dict)  # rank -> bank that holds the rollback
@@ -135,7 +140,7 @@ class Host:
         self._once: dict[int, bytes] = {}  # rank -> its write-once area
         self._once_asked: dict[int, float] = {}  # rank -> when it may be asked for again
         self._parked_losses = 0
-        self._user_errors: set[int] = set()  # ranks whose worker raised, and is to be replaced
+        self._user_errors: set[int] = set()  # ranks whose error was reported in this generation
 
     # ---- views ---------------------------------------------------------------------------------------
 
@@ -199,7 +204,7 @@ class Host:
 
     def _form(self, view: View) -> None:
         me = self._member.id
-        self._parts.server.set_generation(view.generation, Name(step=0, generation=view.generation))
+        self._parts.server.set_generation(view.generation, first_name(view))
         if me not in view.slots:
             return
         self.slot = view.slots.index(me)
@@ -219,19 +224,18 @@ class Host:
             self.slot = slot
         elif me not in view.leaving:
             return  # a spare
-        for rank in [rank for rank in self.ranks() if rank in self._user_errors]:
-            worker = workforce.by_rank(rank)
-            if worker is not None:
-                worker.killed_for = "it raised an error of the user's code"
-                workforce.replace(worker.handle.local_rank)
         self._user_errors.clear()
         workforce.abort(view.generation, view.reason)
         self._check_quiet()
         self._place_all()
 
     def _stall(self, view: View) -> None:
-        if view.rollback is None and self.slot is not None:
+        if self.slot is None:
+            return
+        if view.rollback is None:
             self._parts.workforce.restart_all()
+        else:
+            self._parts.checkpoints.save(self.ranks(), view.rollback)  # while there is time
 
     def _restore(self, view: View) -> None:
         me = self._member.id
@@ -239,7 +243,7 @@ class Host:
             return
         self.slot = view.slots.index(me)
         generation = self._generation
-        if not generation.plans:
+        if not generation.is_planned:
             self._parts.store.empty_newer_than(view.rollback)
             self._parts.server.set_generation(view.generation, view.rollback)
             try:
@@ -258,6 +262,7 @@ class Host:
         self._generation.groups = merge_groups(acks)
         for plan in plan_recovery(view, inventories, self._generation.groups):
             self._generation.plans[plan.rank] = plan
+        self._generation.is_planned = True
 
     def _run(self, view: View) -> None:
         if self._member.id not in view.slots:
@@ -265,7 +270,7 @@ class Host:
             return
         self.slot = view.slots.index(self._member.id)
         self._parts.workforce.run(view.generation)
-        rollback = view.rollback or Name(step=0, generation=view.generation)
+        rollback = first_name(view)
         self._parts.protection.start(view, rollback)
         self._callbacks.running(view, rollback)
 
@@ -364,6 +369,8 @@ class Host:
         self._parts.fetcher.once(rank, known, view.generation, self._on_once)
 
     def _on_once(self, rank: int, once: bytes | None, why: str) -> None:
+        if once is None and self.view is not None and self.view.source is Source.CHECKPOINT:
+            once = self._once_from_checkpoint(rank, self.view)
         if once is None:
             self._once_asked[rank] = time.monotonic() + ONCE_RETRY_S
             self._parts.log.emit("wait.long", waiting_for=f"the constructor record of rank {rank} ({why})")
@@ -371,6 +378,15 @@ class Host:
         self._once_asked.pop(rank, None)
         self._once[rank] = once
         self._place_all()
+
+    def _once_from_checkpoint(self, rank: int, view: View) -> bytes | None:
+        """Every copy in memory is lost: the shard has the write-once area, too."""
+        if view.rollback is None:
+            return None
+        try:
+            return self._parts.checkpoints.read_once(rank, view.rollback)
+        except SnapshotError:
+            return None  # said by the caller, and tried again
 
     def _make_segment(self, rank: int, once: bytes) -> None:
         if self._parts.store.own(rank) is not None:
@@ -442,6 +458,8 @@ class Host:
             return
         segment = self._parts.store.own(rank)
         plan = generation.plans.get(rank)
+        if plan is None and view.source is Source.CHECKPOINT:
+            plan = RankPlan(rank=rank)
         once = self._once_of(rank)
         if segment is None or plan is None or once is None:
             return  # prepared again once its write-once area is here
@@ -452,10 +470,12 @@ class Host:
         elif rank not in generation.fetching:
             generation.fetching.add(rank)
             free = [bank for bank in (0, 1) if segment.bank_info(bank).state is BankState.EMPTY]
+            is_durable = view.source is Source.CHECKPOINT
             self._parts.fetcher.snapshot(
                 SnapshotJob(
                     plan=plan,
                     name=view.rollback,
+                    load=self._parts.checkpoints.load if is_durable else None,
                     bank=free[0] if free else 0,
                     segment=segment,
                     once=OnceArea.decode(once),
@@ -555,6 +575,8 @@ class Host:
                     problem=message.problem,
                     pid=worker.handle.pid,
                 )
+            case Note(event=event, fields=fields):
+                self._parts.log.emit(event, generation=self._generation.number, **fields)
             case _:
                 pass
 
@@ -566,26 +588,38 @@ class Host:
         self._make_segment(rank, once)
         segment = self._parts.store.own(rank)
         assert segment is not None
+        view = self.view
+        load: Name | None = None
+        if view is not None and view.phase is Phase.FORMING and view.rollback is not None:
+            load = view.rollback
+            try:
+                self._parts.checkpoints.load(rank, load, segment, 0, OnceArea.decode(once))
+            except SnapshotError as error:
+                self._report(FaultKind.BAD_INPUT, (rank,), str(error), 0)
+                return
         worker.enter(WorkerState.ATTACHED)
-        worker.handle.send(SegmentReply(generation=message.generation), (segment.fd,))
+        worker.handle.send(SegmentReply(generation=message.generation, load=load), (segment.fd,))
         self._prepare(rank)
 
     def _on_captured(self, worker: Worker, message: Captured) -> None:
         view, generation = self.view, self._generation
-        if view is None or message.name.generation != view.generation:
-            return  # frozen: whatever an older generation captured is not reported any more
+        if view is None:
+            return
         if view.phase is Phase.FORMING:
+            if message.name != first_name(view):
+                return
             generation.formed.add(worker.rank)
             if generation.formed == set(self.ranks()) and not generation.is_protected:
                 generation.is_protected = True
-                self._parts.protection.start(view, Name(step=0, generation=view.generation))
-        else:
+                self._parts.protection.start(view, first_name(view))
+        elif message.name.generation == view.generation:
+            # Frozen: whatever an older generation captured is not reported any more.
             self._parts.protection.captured(worker.rank, message)
 
     def on_held(self, rank: int, name: Name) -> None:
         """A rank's copy is on its holder."""
         view, generation, parts = self.view, self._generation, self._parts
-        if view is None or view.phase is not Phase.FORMING or name.generation != view.generation:
+        if view is None or view.phase is not Phase.FORMING or name != first_name(view):
             return
         generation.held.add(rank)
         if generation.held != set(self.ranks()) or generation.restore_acked:
@@ -640,17 +674,19 @@ class Host:
             return  # it belongs to the abort
         if message.generation != view.generation and message.step >= 0:
             return
-        if message.collective:
+        if message.bad_input:
+            self._report_raised(worker.rank, message, FaultKind.BAD_INPUT)
+        elif message.collective:
             self._report_raised(worker.rank, message, FaultKind.COLLECTIVE)
         else:
             due_s = time.monotonic() + (0.0 if message.step < 0 else USER_ERROR_DELAY_S)
             self._generation.raised[worker.rank] = (due_s, message)
 
     def _report_raised(self, rank: int, message: Raised, kind: FaultKind) -> None:
-        if kind is FaultKind.USER_ERROR:
+        if kind is not FaultKind.COLLECTIVE:
             self._user_errors.add(rank)
             print(f"[rank {rank}] {message.traceback}", file=sys.stderr, flush=True)
-        detail = message.traceback if kind is FaultKind.USER_ERROR else message.text
+        detail = message.text if kind is FaultKind.COLLECTIVE else message.traceback
         self._report(kind, (rank,), detail, message.step)
 
     def _report(self, kind: FaultKind, ranks: tuple[int, ...], detail: str, step: int | None = None) -> None:
@@ -675,3 +711,8 @@ class Host:
 
     def _last_step(self) -> int:
         return max((worker.finished_now() for worker in self._parts.workforce.workers), default=0)
+
+
+def first_name(view: View) -> Name:
+    """The snapshot that a generation begins from: what it rolled back to, or its own snapshot 0."""
+    return view.rollback or Name(step=0, generation=view.generation)

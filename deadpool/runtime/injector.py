@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deadpool.cli.faults import Injection, InjectionPlan, Point, carry_out, parse_injections
 from deadpool.core.types import Name
+from deadpool.testing.faults import Injection, InjectionPlan, Point, carry_out, parse_injections
 
 if TYPE_CHECKING:
     from deadpool.runtime.session import TrainingSession

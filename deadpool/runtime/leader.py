@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deadpool.core import membership, progress
-from deadpool.core.types import Ack, Fault, FaultKind, Member, MemberId, View
+from deadpool.core.types import Ack, Fault, FaultKind, Member, MemberId, Name, View
 from deadpool.events import EventLog
 from deadpool.membership.records import Term
 from deadpool.membership.registry import Registry
@@ -77,12 +77,18 @@ class Leader:
     def view(self) -> View | None:
         return self._state.view
 
-    def start(self, members: tuple[Member, ...], quarantined: tuple[str, ...]) -> None:
+    def start(
+        self, members: tuple[Member, ...], quarantined: tuple[str, ...], checkpoint: Name | None
+    ) -> None:
         """Take over: read the View and everything acked under it."""
         view, self._revision = self._registry.view()
         self._feed(
             membership.LeaderElected(
-                view=view, members=members, quarantined=quarantined, now_s=time.monotonic()
+                view=view,
+                members=members,
+                quarantined=quarantined,
+                checkpoint=checkpoint,
+                now_s=time.monotonic(),
             )
         )
         if view is not None:
@@ -145,6 +151,9 @@ class Leader:
             self._stall.reports[report.rank] = report
         if len(self._stall.reports) == view.world_size:
             self._judge_stall()
+
+    def checkpoint_found(self, name: Name) -> None:
+        self._feed(membership.CheckpointFound(name=name, now_s=time.monotonic()))
 
     def store_returned(self) -> None:
         self._feed(membership.StoreReturned(now_s=time.monotonic()))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from deadpool.config import Config
 from deadpool.core import membership
-from deadpool.core.types import MemberId, View
+from deadpool.core.types import MemberId, Name, View
 from deadpool.errors import LeaseLost, StoreUnavailable
 from deadpool.events import EventLog
 from deadpool.membership.records import Term
@@ -35,6 +35,7 @@ class Leadership:
         config: configuration of the job.
         log: event log.
         query_stall: asks every host for a stall report of a generation.
+        find_checkpoint: the newest complete checkpoint that the job may begin from.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Leadership:
         config: Config,
         log: EventLog,
         query_stall: Callable[[int], None],
+        find_checkpoint: Callable[[], Name | None],
     ) -> None:
         self.leader_id: MemberId = ""
         self.leader: Leader | None = None
@@ -54,6 +56,7 @@ class Leadership:
         self._config = config
         self._log = log
         self._query_stall = query_stall
+        self._find_checkpoint = find_checkpoint
         self._next_try_s = 0.0
         self._silence: dict[MemberId, set[MemberId]] = {}  # of leaders: member -> who observed it
 
@@ -128,7 +131,7 @@ class Leadership:
         self.leader_id = self._member
         self._log.emit("leader.elected", term=term)
         quarantined = tuple(each.host for each in self._registry.quarantined())
-        leader.start(self._registry.members(), quarantined)
+        leader.start(self._registry.members(), quarantined, self._find_checkpoint())
         return True
 
     def _drop(self, why: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from deadpool.core.types import Name
+from deadpool.store.checkpoint import Shard
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +70,7 @@ class Raised(Message, frozen=True, kw_only=True, tag=True):
     generation: int
     step: int
     collective: bool  # it looks like a failed collective
+    bad_input: bool = False  # the arguments of `wrap` or the configuration are at fault
     text: str  # last line of the traceback
     traceback: str
 
@@ -88,6 +90,8 @@ class Restored(Message, frozen=True, kw_only=True, tag=True):
 
 
 class RestoreFailed(Message, frozen=True, kw_only=True, tag=True):
+    """The communicators of `generation` were not built, or the state could not be restored."""
+
     generation: int
     why: str
 
@@ -136,6 +140,7 @@ class SegmentReply(Message, frozen=True, kw_only=True, tag=True):
     """Answer to Attach; the descriptor of the rank's segment travels with it."""
 
     generation: int
+    load: Name | None = None  # bank 0 holds this checkpoint: begin from it
 
 
 class CaptureStep(Message, frozen=True, kw_only=True, tag=True):
@@ -161,7 +166,7 @@ class Run(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Abort(Message, frozen=True, kw_only=True, tag=True):
-    """The handles were closed: unwind. (The close itself goes over the native channel.)"""
+    """The handles were closed: unwind. The close itself goes over the native channel."""
 
     generation: int  # the new generation
     reason: str
@@ -201,6 +206,8 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag=True):
+    """I am here, this is the View I obey, and whether I reach the control plane."""
+
     member: str
     generation: int
     view_revision: int
@@ -237,6 +244,14 @@ class Stalled(Message, frozen=True, kw_only=True, tag=True):
     handles: list[list[tuple[int, int, int]]]
 
 
+class ShardWritten(Message, frozen=True, kw_only=True, tag=True):
+    """A shard of a checkpoint is durable; the leader writes the manifest once all are."""
+
+    generation: int
+    name: Name
+    shard: Shard
+
+
 class StallQuery(Message, frozen=True, kw_only=True, tag=True):
     """The leader asks every host for a Stalled report."""
 
@@ -244,10 +259,14 @@ class StallQuery(Message, frozen=True, kw_only=True, tag=True):
 
 
 class StatusRequest(Message, frozen=True, kw_only=True, tag=True):
+    """`deadpool status` asks; the first and only message of its connection."""
+
     token: str
 
 
 class StatusReply(Message, frozen=True, kw_only=True, tag=True):
+    """The answer to StatusRequest."""
+
     body: bytes  # msgpack of a dict
 
 
@@ -267,4 +286,6 @@ WorkerToAgent = (
     | Note
 )
 AgentToWorker = Assign | SegmentReply | CaptureStep | WithdrawStep | Run | Abort | Restore | Finish | Exit
-Control = Hello | Heartbeat | Silent | Relay | Stalled | StallQuery | StatusRequest | StatusReply
+Control = (
+    Hello | Heartbeat | Silent | Relay | Stalled | ShardWritten | StallQuery | StatusRequest | StatusReply
+)

@@ -1,4 +1,4 @@
-"""The write-once area of a segment: all that a spare needs to build a rank, and to make room for its state."""
+"""The write-once area of a segment: all that a spare needs to build a rank and make room for its state."""
 
 from __future__ import annotations
 

@@ -50,6 +50,12 @@ def read_result(run_dir: Path) -> RunResult:
         return RunResult()
 
 
+def note_agent(run_dir: Path, member: MemberId, address: str, port: int) -> None:
+    """Append a line to `agents.jsonl`: where `deadpool status` finds this agent when etcd is away."""
+    with open(run_dir / "agents.jsonl", "ab", buffering=0) as file:  # one write: lines never mix
+        file.write(json.dumps({"member": member, "address": f"{address}:{port}"}).encode() + b"\n")
+
+
 def note_worker(run_dir: Path, member: MemberId, rank: int, pid: int, generation: int, role: str) -> None:
     """Append a line to `workers.jsonl`: this process runs as this rank from now on."""
     line = {

@@ -12,6 +12,7 @@ import hashlib
 import json
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ from deadpool.runtime.messages import (
     CaptureStep,
     Finish,
     FirstStep,
+    Note,
     Raised,
     Refused,
     Restore,
@@ -51,6 +53,7 @@ from deadpool.store.segment import Segment
 
 T = TypeVar("T")
 
+STEPS_REMEMBERED = 10_000  # step times behind the percentiles of the report
 DONE_STEP = 1 << 62  # boundary after the last step: every later naming is refused
 
 _session: TrainingSession | None = None
@@ -109,6 +112,7 @@ class TrainingSession:
         self._entered_s = 0.0  # when `train` was entered after a recovery; 0 once its first step is done
         self._began_step = 0
         self._step_started_ns = 0
+        self._step_seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self.is_fresh = True  # nothing restored or captured yet: tensors are what the constructor left
         self._is_on_device = torch.cuda.is_available()
 
@@ -180,7 +184,7 @@ class TrainingSession:
             record = self.communicators.finish_recording()
             once = state.settle_layout(record, self.world_size, self._assignment.local_world_size).encode()
         self.worker.send(Attach(generation=self.generation, once=once))
-        self._next_of(SegmentReply)
+        reply = self._next_of(SegmentReply)
         self._segment = Segment.attach(self.worker.channel.take_fd())
         state.bind(
             self._segment,
@@ -194,10 +198,21 @@ class TrainingSession:
             self._restore_until_running()
             return
         self._write_initial_digests(state)
-        state.capture(Name(step=self.step, generation=self.generation), bank=0)
-        state.wait()
+        if reply.load is None:
+            state.capture(Name(step=0, generation=self.generation), bank=0)
+            state.wait()
+        else:
+            self._begin_from(state, reply.load)
         if not self._await_running():
             raise Fenced("the job formed anew; this process ends")
+
+    def _begin_from(self, state: StateKeeper, name: Name) -> None:
+        """Bank 0 holds a checkpoint: it is this run's first snapshot."""
+        state.restore(0, only_boundary=False, serve=self.communicators.serve_next)
+        self.step = self._began_step = name.step
+        self._page.restart(self.step, self.generation)
+        self.worker.restart_boundaries(self.step)
+        self.worker.send(Captured(name=name, bank=0, blob_len=0))
 
     def _write_initial_digests(self, state: StateKeeper) -> None:
         if self.worker.config.run.record_dir:
@@ -239,7 +254,9 @@ class TrainingSession:
         self._injector.end_step(step)
         self._records.commit(self.generation, step)
         self.step = step
-        self._page.finish_step(step, self.generation, time.monotonic_ns() - self._step_started_ns)
+        duration_ns = time.monotonic_ns() - self._step_started_ns
+        self._page.finish_step(step, self.generation, duration_ns)
+        self._step_seconds.append(duration_ns / 1e9)
         naming = self.worker.pass_boundary(step)
         if naming is not None and naming.generation == self.generation:
             self._capture(naming)
@@ -385,10 +402,30 @@ class TrainingSession:
 
     def leave(self) -> None:
         assert self._state is not None
+        self._summarise()
         if self.worker.config.run.record_dir:
             self._write_final_digests(self._state)
         self._records.close()
         self._state.close()
+
+    def _summarise(self) -> None:
+        if not self._step_seconds:
+            return
+        ordered = sorted(self._step_seconds)
+        last = len(ordered) - 1
+        self.worker.send(
+            Note(
+                event="worker.summary",
+                fields={
+                    "rank": self.rank,
+                    "steps": self.step,
+                    "step_p50_s": ordered[last // 2],
+                    "step_p90_s": ordered[last * 9 // 10],
+                    "step_p99_s": ordered[last * 99 // 100],
+                    "step_max_s": ordered[last],
+                },
+            )
+        )
 
     def _write_final_digests(self, state: StateKeeper) -> None:
         initial = json.loads(self._digest_path("initial").read_text())

@@ -1,4 +1,4 @@
-"""Workers of this host that make no progress, and what is said of them when the leader looks for the culprit."""
+"""Workers of this host that make no progress, and what is said of them to find the culprit."""
 
 from __future__ import annotations
 

@@ -138,6 +138,6 @@ class StepRunner(Generic[T]):
         missing = [step for step in range(session.step + 1, self._calls + 1) if step not in self._kept]
         if missing:
             raise SnapshotError(
-                f"rank {session.rank}: the inputs of steps {missing[0]} to {missing[-1]} are not kept any more; "
-                "raise --keep-steps"
+                f"rank {session.rank}: the inputs of steps {missing[0]} to {missing[-1]} are not kept "
+                "any more; raise --keep-steps"
             )

@@ -184,18 +184,19 @@ class WorkerProcess:
     def _report_failure(self, error: Exception) -> int:
         """An exception left the script outside `train`: the job cannot go on without this rank."""
         text = traceback.format_exc()
-        print(text, file=sys.stderr, flush=True)
         assignment = self.assignment
+        is_bad_input = _is_bad_input(error)
         self.send(
             Raised(
                 generation=assignment.generation if assignment else 0,
                 step=-1,
                 collective=False,
+                bad_input=is_bad_input,
                 text=f"{type(error).__name__}: {error}",
-                traceback=text,
+                traceback=str(error) if is_bad_input else text,
             )
         )
-        return int(ExitCode.BAD_INPUT if _is_bad_input(error) else ExitCode.USER_ERROR)
+        return int(ExitCode.BAD_INPUT if is_bad_input else ExitCode.USER_ERROR)
 
     def _execute(self, assignment: Assign) -> None:
         script = self.config.run.script

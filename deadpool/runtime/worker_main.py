@@ -2,7 +2,6 @@
 
 import sys
 
-
 from deadpool.runtime.worker import main
 
 if __name__ == "__main__":

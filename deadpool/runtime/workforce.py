@@ -116,6 +116,8 @@ class Workforce:
         callbacks: WorkforceCallbacks,
     ) -> None:
         self.workers: list[Worker] = []
+        self.versions: dict[str, str] = {}  # of the packages that must agree across hosts
+        self.ready_s = 0.0  # what the last worker took from its start to parked
         self._config = config
         self._limits = config.communicator
         self._run_dir = run_dir
@@ -279,6 +281,8 @@ class Workforce:
             return
         match message:
             case Ready():
+                self.versions = dict(message.versions)
+                self.ready_s = message.seconds
                 worker.enter(WorkerState.PARKED)
                 self._callbacks.parked(worker)
             case Rehearsed():

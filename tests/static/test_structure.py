@@ -15,10 +15,10 @@ PACKAGE = ROOT / "deadpool"
 
 LEVELS = (
     ("core", "errors"),
-    ("config", "events"),
+    ("config", "events", "report"),
     ("snapshot", "store", "liveness", "membership", "communicator"),
     ("testing",),
-    ("runtime", "report"),
+    ("runtime",),
     ("api", "cli"),
     ("plugins", "__main__"),
 )

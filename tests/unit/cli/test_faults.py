@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool.cli.faults import (
+from deadpool.testing.faults import (
     Injection,
     InjectionKind,
     InjectionPlan,
@@ -166,7 +166,7 @@ sys.stdin.read()
 """
 _WORKER = """
 import os, subprocess, sys
-from deadpool.cli.faults import carry_out, parse_injection
+from deadpool.testing.faults import carry_out, parse_injection
 child = subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL) if sys.argv[1] == "sibling" else None
 os.write(1, f"{sys.argv[1]} {os.getpid()}\\n".encode())
 if child is not None:

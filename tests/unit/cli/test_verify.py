@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deadpool.cli.compare import compare_runs
-from deadpool.cli.faults import parse_injections
+from deadpool.testing.faults import parse_injections
 from deadpool.cli.options import read_run_config
 from deadpool.cli.verify import (
     Outcome,

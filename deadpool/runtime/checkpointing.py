@@ -1,0 +1,220 @@
+"""The checkpoint tier: each host writes its shards, the leader writes the manifest last.
+
+A shard is written from a private copy of its bank, in a thread of its own: slow storage never holds a bank,
+and so never holds back a capture. The copy costs one snapshot of memory while it is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from deadpool.core.types import Name
+from deadpool.errors import ConfigError, LayoutMismatch, SnapshotError
+from deadpool.events import EventLog
+from deadpool.runtime.once import OnceArea
+from deadpool.store.checkpoint import (
+    Manifest,
+    Shard,
+    latest_complete,
+    prune,
+    read_shard,
+    write_manifest,
+    write_shard,
+)
+from deadpool.store.host_memory import HostMemoryStore
+from deadpool.store.segment import Segment, SegmentKind
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCallbacks:
+    """What the tier says, on the agent's main thread, and asks."""
+
+    written: Callable[[Name, Shard], None]  # a shard of this host is durable
+    completed: Callable[[Name], None]  # this agent wrote the manifest
+    may_write: Callable[[], bool]  # whether this host may still write (its lease holds); any thread
+
+
+class CheckpointTier:
+    """Writes and reads the checkpoints of a job. Methods are for the agent's main thread.
+
+    Args:
+        root: folder of all checkpoints of the job, shared by all hosts.
+        store: host memory store, whose own banks are written.
+        world_size: ranks of the job.
+        log: event log.
+        post: runs a function on the agent's main thread.
+        callbacks: see CheckpointCallbacks.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        store: HostMemoryStore,
+        world_size: int,
+        log: EventLog,
+        *,
+        post: Callable[..., None],
+        callbacks: CheckpointCallbacks,
+    ) -> None:
+        self.root = root
+        self.complete: Name | None = None  # newest manifest written or found here
+        self._store = store
+        self._world_size = world_size
+        self._log = log
+        self._post = post
+        self._callbacks = callbacks
+        self._begun: set[tuple[int, Name]] = set()
+        self._shards: dict[Name, dict[int, Shard]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def save(self, ranks: Sequence[int], name: Name) -> None:
+        """Write the shards of `ranks` from the own banks that hold `name`; each at most once."""
+        for rank in ranks:
+            if (rank, name) not in self._begun:
+                self._begun.add((rank, name))
+                self._start(partial(self._write, rank, name), f"checkpoint-{rank}")
+
+    def shard_written(self, name: Name, shard: Shard) -> bool:
+        """Leader: a host wrote a shard. True once all are there and the manifest is being written."""
+        shards = self._shards.setdefault(name, {})
+        shards[shard.rank] = shard
+        if len(shards) < self._world_size:
+            return False
+        del self._shards[name]
+        self._start(lambda: self._write_manifest(name, list(shards.values())), "checkpoint-manifest")
+        return True
+
+    def is_durable(self, name: Name) -> bool:
+        """Whether a complete checkpoint of `name`, or a newer one, is in the folder."""
+        found = self.complete or self.find()
+        return found is not None and found >= name
+
+    def find(self) -> Name | None:
+        """The newest complete checkpoint in the folder."""
+        manifest = latest_complete(self.root)
+        self.complete = None if manifest is None else manifest.name
+        return self.complete
+
+    def load(self, rank: int, name: Name, segment: Segment, bank: int, once: OnceArea) -> None:
+        """Read a rank's shard into a bank of its own segment; the bank is COMPLETE afterwards.
+
+        Raises:
+            LayoutMismatch: the checkpoint was made by a script with another state.
+            SnapshotError: the checkpoint cannot be read.
+        """
+        manifest = self._manifest(name)
+        stored = OnceArea.decode(self.read_once(rank, name))
+        if stored.layout_hash != once.layout_hash:
+            raise LayoutMismatch(
+                f"the checkpoint in {self.root} holds another state than this script builds (rank {rank}); "
+                "give another --checkpoint-dir, or run the script that made it"
+            )
+        sizes: dict[str, int] = {}
+
+        def place(parts: Mapping[str, int]) -> dict[str, memoryview]:
+            sizes.update(parts)
+            return {
+                "blob": segment.blob_view(bank)[: parts["blob"]],
+                "unique": segment.unique_view(bank),
+                "replicated": segment.replicated_view(bank),
+            }
+
+        segment.begin(bank, name)
+        try:
+            read_shard(self.root, manifest, rank, place)
+        except BaseException:
+            segment.empty(bank)
+            raise
+        segment.complete(bank, blob_len=sizes["blob"])
+
+    def read_once(self, rank: int, name: Name) -> bytes:
+        """The write-once area that was saved with a rank's shard."""
+        found = bytearray()
+
+        def place(parts: Mapping[str, int]) -> dict[str, memoryview]:
+            found.extend(bytes(parts["once"]))
+            return {"once": memoryview(found)}
+
+        read_shard(self.root, self._manifest(name), rank, place)
+        return bytes(found)
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.join(JOIN_TIMEOUT_S)
+
+    def _manifest(self, name: Name) -> Manifest:
+        manifest = latest_complete(self.root)
+        if manifest is None or manifest.name != name:
+            raise SnapshotError(f"the checkpoint of step {name.step} in {self.root} is not complete")
+        return manifest
+
+    def _start(self, work: Callable[[], None], name: str) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _write(self, rank: int, name: Name) -> None:
+        try:
+            parts = self._copy(rank, name)
+            shard = write_shard(self.root, name, rank, parts, check_lease=self._check)
+        except (SnapshotError, OSError) as error:
+            logger.warning("rank %d: checkpoint of step %d was not written: %s", rank, name.step, error)
+            return
+        self._log.emit("checkpoint.written", rank=rank, step=name.step, bytes=shard.n_bytes)
+        self._post(self._callbacks.written, name, shard)
+
+    def _copy(self, rank: int, name: Name) -> dict[str, memoryview]:
+        """A private copy of a bank, taken while nobody may overwrite it."""
+        with self._store.read(rank, name, kind=SegmentKind.OWN) as reader:
+            segment, bank = reader.segment, reader.bank
+            assert bank is not None
+            parts = {
+                "once": memoryview(bytes(segment.once_view()[: segment.once_len])),
+                "blob": memoryview(bytes(segment.blob_view(bank)[: reader.info.blob_len])),
+                "unique": memoryview(bytes(segment.unique_view(bank))),
+                "replicated": memoryview(bytes(segment.replicated_view(bank))),
+            }
+            reader.finish()
+            return parts
+
+    def _write_manifest(self, name: Name, shards: Sequence[Shard]) -> None:
+        try:
+            write_manifest(self.root, name, shards, world_size=self._world_size, check_lease=self._check)
+            prune(self.root)
+        except (SnapshotError, OSError) as error:
+            logger.warning("checkpoint of step %d is not complete: %s", name.step, error)
+            return
+        self._log.emit("checkpoint.complete", step=name.step, path=str(self.root))
+        self._post(self._note_complete, name)
+
+    def _note_complete(self, name: Name) -> None:
+        self.complete = name
+        self._callbacks.completed(name)
+
+    def _check(self) -> None:
+        if not self._callbacks.may_write():
+            raise SnapshotError("this host's lease has run out: it may write no more")
+
+
+def checkpoint_root(directory: str, run_dir: Path) -> Path:
+    """Where checkpoints go: the configured folder, or one in the run folder for the last resort.
+
+    Raises:
+        ConfigError: the configured folder cannot be made.
+    """
+    root = Path(directory).absolute() if directory else run_dir / "checkpoints"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"checkpoint folder {root} cannot be made: {error.strerror}"]) from error
+    return root
