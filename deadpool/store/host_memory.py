@@ -2,7 +2,8 @@
 
 A segment is OWN (a rank of this host) or HELD (a replica for a rank of another host). Every thread that
 reads a bank holds a `BankReader`, every stream that fills a held bank a `BankWriter`; whoever wants to
-overwrite, empty or unmap a bank stops those first. One lock guards the books; no byte of a bank is
+overwrite, empty or unmap a bank stops those first. A stopped reader cannot finish and a stopped writer
+cannot commit, even if its thread is late to notice. One lock guards the books; no byte of a bank is
 copied under it, so it is held for microseconds.
 
 Workers write their own banks from other processes: nothing here locks them out. The agent stops the
@@ -274,10 +275,8 @@ class HostMemoryStore:
         becomes COMPLETE at its holder.
 
         Returns:
-            Whether anything was stopped.
-
-        Raises:
-            SnapshotError: a thread did not let go in time.
+            Whether anything was stopped. A thread that does not let go in time is logged; what it
+            reads can never become COMPLETE either.
         """
         return self._stop(
             lambda lease: lease.key == (kind, rank) and lease.bank == bank and isinstance(lease, BankReader),
@@ -379,8 +378,10 @@ class HostMemoryStore:
             for lease in meant:
                 lease.cancel()
             if not self.condition.wait_for(lambda: self.leases.isdisjoint(meant), timeout_s):
+                # Bounded, since agents call this on their main thread. It is safe: a cancelled lease can
+                # neither finish nor commit, and its views keep the mapping alive.
                 left = [(lease.key, lease.bank) for lease in meant if lease in self.leases]
-                raise SnapshotError(f"threads did not let go of {left} within {timeout_s} s")
+                logger.error("threads did not let go of %s within %.1f s", left, timeout_s)
             return bool(meant)
 
     def _complete_names(self, rank: int, kind: SegmentKind, verify: bool) -> tuple[Name, ...]:

@@ -22,6 +22,7 @@ from deadpool.store.transport import Address, Area, Deadline, Source, Views
 
 TICK_S = 0.25
 CONNECT_TIMEOUT_S = 5.0
+KEEPALIVE_S = 20
 FRAME_TIMEOUT_S = 5.0
 """A peer that has begun a frame finishes it within this; a connection says hello within this."""
 
@@ -38,6 +39,11 @@ class Connection:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, tick)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that lost its power never closes: without probes its idle connection would stay for ever.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         self._socket = sock
 
     @classmethod
