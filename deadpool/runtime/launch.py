@@ -30,6 +30,8 @@ END_GRACE_S = 10.0  # after the first host ended: how long hosts that are not in
 STOP_GRACE_S = 15.0  # after Ctrl-C or SIGTERM
 TICK_S = 0.25
 RESPAWN_LIMIT = 1000
+_END_ALL = {int(ExitCode.BAD_INPUT), int(ExitCode.CONTROL_PLANE_UNREACHABLE)}
+"""Codes of a host with which every other one would end, too."""
 
 
 @dataclass(slots=True)
@@ -121,10 +123,13 @@ class StandaloneRun:
             self._collect(TICK_S, watch)
             if self._signal:
                 return self._stop_for_signal(watch)
-            ended = [host for host in self._hosts if host.code is not None and host.code >= 0]
-            if ended:
+            codes = {host.code for host in self._hosts}
+            if (self._run_dir / "result.json").exists() or codes & _END_ALL:
                 return self._let_end(watch)
             if all(host.code is not None for host in self._hosts):
+                failed = [code for code in codes if code is not None and code > 0]
+                if failed:
+                    return Outcome(exit_code=failed[0], reason="every host ended; see above")
                 return Outcome(
                     exit_code=int(ExitCode.STATE_LOST),
                     reason="every host of the job was killed; no copy is left",

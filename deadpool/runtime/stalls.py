@@ -42,10 +42,7 @@ class Stalls:
         if view is None or view.phase is not Phase.RUNNING or now_s < self._next_check_s:
             return False
         self._next_check_s = now_s + CHECK_S
-        for rank in self._watch.ranks:
-            worker = self._workforce.by_rank(rank)
-            if worker is None or worker.state is not WorkerState.RUNNING:
-                self._watch.remove(rank)
+        self._forget_others()
         verdicts = self._watch.check(boottime_s())
         for verdict in verdicts:
             self._log.emit(
@@ -57,12 +54,21 @@ class Stalls:
             )
         return any(verdict.change is not ProgressChange.RESUMED for verdict in verdicts)
 
+    def _forget_others(self) -> None:
+        """Leave out workers that do not train any more; the page of one that is gone is unmapped."""
+        for rank in self._watch.ranks:
+            worker = self._workforce.by_rank(rank)
+            if worker is None or worker.state is not WorkerState.RUNNING:
+                self._watch.remove(rank)
+
     def frozen(self) -> tuple[int, ...]:
         """Ranks of this host whose process is stopped."""
+        self._forget_others()
         return tuple(report.rank for report in self._watch.report() if report.tick_frozen)
 
     def report(self, generation: int) -> Stalled:
         """What the pages say now."""
+        self._forget_others()
         reports = self._watch.report()
         return Stalled(
             member=self._member,

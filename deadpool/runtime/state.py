@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +46,7 @@ class StateKeeper:
         self._has_stepped = False
         self._in_loop = False  # whether `train` has taken a step: see [Note] in snapshot.rng
         self._entering: Blob | None = None  # restored, and its loop has not taken a step yet
-        self.data_position: Callable[[int], Any] | None = None  # set by `wrap_step`, which keeps inputs
+        self.hold: str | None = None  # why no boundary may be captured now; set by `wrap_step`
 
     # ---- layout --------------------------------------------------------------------------------------
 
@@ -127,7 +126,7 @@ class StateKeeper:
 
     def why_not_now(self) -> str | None:
         """Why the state at this boundary cannot be captured; None if it can."""
-        return why_not_now(self._state, has_stepped=self._has_stepped)
+        return self.hold or why_not_now(self._state, has_stepped=self._has_stepped)
 
     def pass_boundary(self) -> None:
         """A boundary was passed, captured or not: the next step begins."""

@@ -60,8 +60,6 @@ class StepRunner(Generic[T]):
         if not self._is_attached:
             self._is_attached = True
             session.attach(self._state)
-            if self._data is not None:
-                self._state.data_position = self._position
         self._calls += 1
         if self._calls <= session.step:
             return None
@@ -73,8 +71,7 @@ class StepRunner(Generic[T]):
                 session.judge(error)
             else:
                 return result
-            session.recover()
-            self._check_kept(session)
+            self._recover(session)
 
     def close(self) -> None:
         """Return when all ranks have finished; until then this rank takes part in recoveries."""
@@ -89,8 +86,7 @@ class StepRunner(Generic[T]):
                 session.judge(error)
             else:
                 break
-            session.recover()
-            self._check_kept(session)
+            self._recover(session)
         self._is_closed = True
         session.leave()
 
@@ -106,7 +102,10 @@ class StepRunner(Generic[T]):
     def _run_open_steps(self, session: TrainingSession) -> T | None:
         result: T | None = None
         while session.step < self._calls:
-            inputs = self._kept[session.begin_step()]
+            step = session.begin_step()
+            # While older steps run again the loader stands ahead of them: their position is not the state's.
+            self._state.hold = "a step is run again" if step < self._calls else None
+            inputs = self._kept[step]
             result = self._step(*inputs.args, **inputs.kwargs)
             session.end_step()
         return result
@@ -130,14 +129,16 @@ class StepRunner(Generic[T]):
             self._batches = iter(self._data)  # the next epoch
             return (next(self._batches),)
 
-    def _position(self, step: int) -> Any:
-        inputs = self._kept.get(step)
-        return None if inputs is None else inputs.position
-
-    def _check_kept(self, session: TrainingSession) -> None:
+    def _recover(self, session: TrainingSession) -> None:
+        """Stand at the rollback step with the loader where the newest call has left it."""
+        session.recover()
         missing = [step for step in range(session.step + 1, self._calls + 1) if step not in self._kept]
         if missing:
             raise SnapshotError(
                 f"rank {session.rank}: the inputs of steps {missing[0]} to {missing[-1]} are not kept "
                 "any more; raise --keep-steps"
             )
+        if self._data is not None and self._batches is not None:
+            self._data.load_state_dict(self._kept[self._calls].position)
+            # Now, not at the next batch: what building an iterator draws is undone as the next step begins.
+            self._batches = iter(self._data)

@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--parallel", choices=("ddp", "fsdp2"), default="ddp")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--step-s", type=float, default=0.05)
+    parser.add_argument("--api", choices=("wrap", "wrap_step"), default="wrap")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--raise-at", type=int, default=0, help="rank 1 raises ValueError at this step")
     arguments = parser.parse_args()
@@ -109,7 +110,25 @@ def main() -> None:
             optimizer.zero_grad()
             ft.record(lr=scheduler.get_last_lr()[0])
 
-    deadpool.wrap(train, model=model, optimizer=optimizer, scheduler=scheduler, data=loader)()
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": loader}
+    if arguments.api == "wrap":
+        deadpool.wrap(train, **state)()
+        return
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        loss = F.mse_loss(model(batch[1]), batch[1].square())
+        loss.backward()
+        time.sleep(arguments.step_s)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    calls = 0
+    with deadpool.wrap_step(step, **state) as train_step:
+        for _ in range(arguments.steps):
+            train_step()
+            calls += 1
+    assert calls == arguments.steps
 
 
 if __name__ == "__main__":
