@@ -9,7 +9,7 @@ Tap = Callable[
     [str, str, list[torch.Tensor], list[torch.Tensor], int, Callable[[], Work | None]],
     Work | None,
 ]
-"""tap(handle_name, op, outputs, inputs, root, issue); `issue()` runs the inner collective, once, in this call."""
+"""tap(handle_name, op, outputs, inputs, root, issue); `issue()` runs the inner collective, in this call."""
 
 class SwapBackend(Backend):
     """A handle: fixed rank, size, kind and name over an inner communicator that is replaced."""

@@ -1,6 +1,7 @@
-"""The default store that user code sees: keys of the current generation's rendezvous, under a prefix of its own.
+"""The default store that user code sees: a part of the current generation's rendezvous.
 
-Its keys do not outlive a recovery: the next generation has another server. It is not on the communicators' path.
+Its keys do not outlive a recovery: the next generation has another server. It is not on the
+communicators' path.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from deadpool.errors import CollectiveAborted
 
@@ -20,14 +21,14 @@ _PREFIX = "user/"
 class StoreOwner(Protocol):
     """Who knows the current store, and the record."""
 
-    def current_store(self) -> dist.Store | None:
+    def current_store(self) -> Store | None:
         """The store of the generation that is open; None while there is none."""
 
     def user_call(self, method: str, key: str, call: Callable[[], T]) -> T:
         """Run `call`, or answer it from the record of the constructor phase."""
 
 
-class DefaultStore(dist.Store):
+class DefaultStore(Store):
     """Forwards to the store of the current generation."""
 
     def __init__(self, owner: StoreOwner) -> None:
@@ -60,7 +61,7 @@ class DefaultStore(dist.Store):
     def num_keys(self) -> int:
         return self._call("num_keys", "", lambda store: store.num_keys())
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         prefixed = [_PREFIX + key for key in keys]
         self._call(
             "wait",
@@ -74,7 +75,7 @@ class DefaultStore(dist.Store):
     def clone(self) -> DefaultStore:
         return DefaultStore(self._owner)
 
-    def _call(self, method: str, key: str, call: Callable[[dist.Store], T]) -> T:
+    def _call(self, method: str, key: str, call: Callable[[Store], T]) -> T:
         def run() -> T:
             store = self._owner.current_store()
             if store is None:

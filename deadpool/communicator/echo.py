@@ -1,4 +1,4 @@
-"""What a collective returns when every rank holds what this one holds: stands in for large results in a replay."""
+"""What a collective returns if every rank holds what this one holds; stands in for large results."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Communicators: every handle of this process, from `init_process_group` to the end, through all generations.
 
-A handle is what a framework's ProcessGroup holds. `open(generation, store)` gives every handle a new inner communicator,
-`close(generation)` takes it away; in between its collectives run as if DeadPool were not there. The native part (csrc/)
-closes handles when the agent says so, even while Python is busy.
+A handle is what a framework's ProcessGroup holds. `open(generation, store)` gives every handle a new
+inner communicator, `close(generation)` takes it away; in between its collectives run as if DeadPool were
+not there. The native part (csrc/) closes handles when the agent says so, even while Python is busy.
 
 Life of a process:
-    active from the start: install, start_recording, init_process_group(store), build, finish_recording, train
-    promoted spare:        install, start_replay(record), init_process_group(None), build, finish_replay, open, train
+    active from the start: install, start_recording, init_process_group(store), build, finish_recording
+    promoted spare:        install, start_replay, init_process_group(None), build, finish_replay, open
     throw-away build:      as a promoted spare, then destroy_all; another Communicators follows
 """
 
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Store
 
 from deadpool.communicator import _native
 from deadpool.communicator._native import SwapBackend
@@ -46,7 +47,7 @@ REBUILD_S = 30.0
 _JOIN_S = 10.0
 
 CallHook = Callable[[str, str, int], None]
-"""hook(handle name, operation, how many calls came before since it was set); called before each collective."""
+"""hook(handle name, operation, number of calls before this one since it was set)."""
 
 _COLLECTIVE_TEXT = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket timeout|wait timeout|timed out waiting"
@@ -71,14 +72,15 @@ class HandleStatus:
 class Communicators:
     """All handles of one rank.
 
-    One object at a time per process. The close listener, the worker page and the generation that was closed last belong to
-    the process: they outlive the object, so that a parked spare hears its agent between two builds.
+    One object at a time per process. The close listener, the worker page and the generation that was
+    closed last belong to the process: they outlive the object, so that a parked spare hears its agent
+    between two builds.
 
     Args:
         job_id: first part of every store prefix.
         rank: logical rank.
         world_size: number of logical ranks.
-        timeout_s: timeout of collectives, unless a group brings its own; also of building a group that a script makes.
+        timeout_s: timeout of collectives, unless a group brings its own, and of building a new group.
         close_fd: this worker's end of the close channel; negative: none, only Python closes.
         page_fd: the worker page; negative: counters stay private.
     """
@@ -98,7 +100,7 @@ class Communicators:
         self.timeout_s = timeout_s
         self._patches = TorchPatches(self)
         self._default_store = DefaultStore(self)  # kept: C++ calls methods of the Python object
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._lock = threading.Lock()
         self._hook: CallHook | None = None
         self._hook_calls = 0
@@ -120,11 +122,11 @@ class Communicators:
         """Restore torch. Groups that exist keep their handles."""
         self._patches.remove()
 
-    def init_process_group(self, store: dist.Store | None) -> None:
+    def init_process_group(self, store: Store | None) -> None:
         """Make the default process group; builds its communicator unless a record is being replayed.
 
         Args:
-            store: rendezvous of the current generation (its `generation` attribute names it), or None while replaying.
+            store: rendezvous of the generation that its `generation` attribute names; None while replaying.
         """
         if store is not None:
             self._enter(getattr(store, "generation", max(1, self.closed_generation + 1)), store)
@@ -180,7 +182,7 @@ class Communicators:
         """No capture that completes now may be reported. Becomes true before any communicator is aborted."""
         return _native.is_closed()
 
-    def open(self, generation: int, store: dist.Store, *, timeout_s: float | None = None) -> None:
+    def open(self, generation: int, store: Store, *, timeout_s: float | None = None) -> None:
         """Give every handle a new inner communicator, in order of creation, as a collective act of all ranks.
 
         Whatever an older generation left open is closed first.
@@ -207,7 +209,7 @@ class Communicators:
         _native.close(generation)
 
     def reap(self) -> None:
-        """Release the communicators of closed generations on a thread: joining gloo's threads takes up to a second."""
+        """Release the communicators of closed generations, on a thread: it may take up to a second."""
         self._reapers = [reaper for reaper in self._reapers if reaper.is_alive()]
         reaper = threading.Thread(target=_native.reap, name="deadpool-reaper", daemon=True)
         reaper.start()
@@ -216,7 +218,7 @@ class Communicators:
     # ---- the constructor phase ----
 
     def start_recording(self) -> None:
-        """Keep what collectives return from now on, and the random generators as they are. Before init_process_group."""
+        """Keep what collectives return from now on, and the random generators as they are now."""
         self._recorder = Recorder(self.rank, self.world_size)
         self._refresh_taps()
 
@@ -254,7 +256,7 @@ class Communicators:
     def serve_next(
         self, group: dist.ProcessGroup, results: Sequence[torch.Tensor | Sequence[torch.Tensor]]
     ) -> None:
-        """Let the next collectives of `group`, one for each of `results`, return these tensors without peers."""
+        """Let the next collectives of `group` return `results`, one each, without peers."""
         served = [[result] if isinstance(result, torch.Tensor) else list(result) for result in results]
         self._served.setdefault(str(group.group_name), deque()).extend(served)
         self._refresh_taps()
@@ -277,13 +279,13 @@ class Communicators:
         ]
 
     def before_call(self, hook: CallHook | None) -> None:
-        """Call `hook` before each collective, only while set. What it raises reaches the caller of the collective."""
+        """Call `hook` before each collective while set; what it raises reaches the caller."""
         self._hook = hook
         self._hook_calls = 0
         self._refresh_taps()
 
     def failed_collective(self, error: BaseException) -> bool:
-        """Whether `error`, or what it was raised from, came from a collective, to the best of our knowledge."""
+        """Whether `error`, or what it was raised from, came from a collective, as far as one can tell."""
         seen: set[int] = set()
         current: BaseException | None = error
         while current is not None and id(current) not in seen:
@@ -326,7 +328,7 @@ class Communicators:
 
     # ---- called by the default store ----
 
-    def current_store(self) -> dist.Store | None:
+    def current_store(self) -> Store | None:
         return None if self.is_closed() else self._store
 
     def user_call(self, method: str, key: str, call: Callable[[], T]) -> T:
@@ -338,7 +340,7 @@ class Communicators:
 
     # ---- inside ----
 
-    def _enter(self, generation: int, store: dist.Store) -> None:
+    def _enter(self, generation: int, store: Store) -> None:
         _native.open(generation)
         self._leave_store()
         self._store = store

@@ -1,6 +1,7 @@
 """Inner communicators: what a handle forwards to under one generation. Small factories, nothing else.
 
-`make_nccl` is written to NCCL's rules and has not run on several GPUs yet; this module imports on a CPU build of torch.
+`make_nccl` is written to NCCL's rules and has not run on several GPUs yet; this module imports on a CPU
+build of torch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Store
 
 from deadpool.errors import IntegrationError
 
@@ -38,7 +40,7 @@ def nccl_environment_problems(environment: Mapping[str, str] | None = None) -> l
     ]
 
 
-def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> c10d.Backend:
+def make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> c10d.Backend:
     """Connect a gloo communicator; blocks until all peers have connected.
 
     Args:
@@ -47,17 +49,13 @@ def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> c1
         size: size of the group.
         timeout: of each peer's connection, and of collectives until somebody sets another.
     """
-    options: Any = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    # Never lazily connected: sockets that appear after the constructor would escape the abort.
-    options._devices = [c10d.ProcessGroupGloo.create_default_device(lazy_init=False)]
-    communicator: c10d.Backend = c10d.ProcessGroupGloo(store, rank, size, options)
+    communicator: c10d.Backend = c10d.ProcessGroupGloo(store, rank, size, timeout)
     communicator._set_sequence_number_for_group()
     return communicator
 
 
-def make_nccl(store: dist.Store, rank: int, size: int, options: Any) -> c10d.Backend:
-    """Make an NCCL communicator that can be aborted; it connects at first use, or by `eager_connect_single_device`.
+def make_nccl(store: Store, rank: int, size: int, options: Any) -> c10d.Backend:
+    """Make an NCCL communicator that can be aborted; it connects at first use.
 
     Args:
         store: a prefix never used before.
@@ -75,7 +73,7 @@ def make_nccl(store: dist.Store, rank: int, size: int, options: Any) -> c10d.Bac
         raise IntegrationError("the environment of an NCCL worker is wrong: " + "; ".join(problems))
     # A blocking communicator that waits for a dead peer cannot be aborted.
     options.config.blocking = 0
-    # A split inherits from the parent of its time, which may be aborted: every generation starts from the store.
+    # A split needs its parent, which may be aborted by then: every generation starts from the store.
     options.split_from = None
     communicator: c10d.Backend = c10d.ProcessGroupNCCL(store, rank, size, options)
     communicator._set_sequence_number_for_group()

@@ -1,7 +1,8 @@
 """Object collectives, seen at their own level while a constructor phase is recorded or replayed.
 
-Two reasons: all their payloads belong into the record whatever their size, and the source of a broadcast_object_list
-never deserialises what it sends, so a spare that replays the source would keep its own objects instead of the recorded.
+Two reasons: all their payloads belong into the record whatever their size, and the source of a
+broadcast_object_list never deserialises what it sends, so a spare that replays the source would keep its
+own objects instead of the recorded.
 """
 
 from __future__ import annotations

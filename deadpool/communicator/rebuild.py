@@ -1,7 +1,7 @@
 """Building inner communicators under one generation, with a deadline and an end at close.
 
-Each build runs on a thread of its own: gloo's constructor cannot always be interrupted, so a build that does not end when
-its generation is closed is abandoned, and what it makes later is never used.
+Each build runs on a thread of its own: gloo's constructor cannot always be interrupted, so a build that
+does not end when its generation is closed is abandoned, and what it makes later is never used.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Store
 
 from deadpool.communicator import _native
 from deadpool.communicator._native import SwapBackend
@@ -26,12 +27,15 @@ logger = logging.getLogger(__name__)
 _SIGNAL_SLICE_S = 0.2
 """How long the waiting thread may be deaf to Ctrl-C."""
 
+_REPORT_S = 2.0
+"""How long past its deadline the building thread may take to say which peers are missing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlesBuilder:
     """Builds handles from `store` under one generation."""
 
-    store: dist.Store
+    store: Store
     prefix: str  # /<job>/<generation>
     generation: int
     rank: int
@@ -40,12 +44,18 @@ class HandlesBuilder:
     def build_all(self, handles: Sequence[SwapBackend], timeout_s: float) -> None:
         """Build `handles` in this order once every rank has come; see Communicators.open."""
         everyone = range(self.world_size)
-        self._run(lambda build, deadline_s: self._meet_and_build(build, "open", everyone, handles, deadline_s), timeout_s)
+        self._run(
+            lambda build, deadline_s: self._meet_and_build(build, "open", everyone, handles, deadline_s),
+            timeout_s,
+        )
 
     def build_one(self, handle: SwapBackend, members: Sequence[int], timeout_s: float) -> None:
         """Build one new handle once all `members` have come."""
         gate = f"new/{handle.handle_name}"
-        self._run(lambda build, deadline_s: self._meet_and_build(build, gate, members, [handle], deadline_s), timeout_s)
+        self._run(
+            lambda build, deadline_s: self._meet_and_build(build, gate, members, [handle], deadline_s),
+            timeout_s,
+        )
 
     def _run(self, work: Callable[[_native.Build, float], None], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -66,8 +76,8 @@ class HandlesBuilder:
         thread.start()
         outcome = "running"
         try:
-            while outcome == "running" and time.monotonic() < deadline_s:
-                outcome = build.wait(min(_SIGNAL_SLICE_S, max(0.0, deadline_s - time.monotonic())))
+            while outcome == "running" and time.monotonic() < deadline_s + _REPORT_S:
+                outcome = build.wait(_SIGNAL_SLICE_S)
         finally:
             if outcome == "running":
                 build.abandon()
@@ -75,14 +85,18 @@ class HandlesBuilder:
             thread.join()
             return
         if outcome == "closed":
-            raise CollectiveAborted(f"generation {self.generation} was closed while rank {self.rank} built communicators")
+            raise CollectiveAborted(
+                f"generation {self.generation} was closed while rank {self.rank} built communicators"
+            )
         if outcome == "failed":
             thread.join()
             error = errors[0]
             if isinstance(error, (CollectiveAborted, RebuildTimeout)):
                 raise error
             raise RebuildTimeout(f"generation {self.generation}, rank {self.rank}: {error}") from error
-        raise RebuildTimeout(f"generation {self.generation}, rank {self.rank}: not connected within {timeout_s:g} s")
+        raise RebuildTimeout(
+            f"generation {self.generation}, rank {self.rank}: not connected within {timeout_s:g} s"
+        )
 
     def _meet_and_build(
         self,
@@ -97,7 +111,7 @@ class HandlesBuilder:
             self._build(build, handle, deadline_s)
 
     def _meet(self, gate: str, members: list[int], deadline_s: float) -> None:
-        """Wait until every member is at `gate`: connecting starts with all of them there, and the missing have names."""
+        """Wait for every member: connecting starts when all are there, and the missing have names."""
         keys = [f"{self.prefix}/gate/{gate}/{rank}" for rank in members]
         self.store.set(f"{self.prefix}/gate/{gate}/{self.rank}", "1")
         limit_s = max(0.001, deadline_s - time.monotonic())
@@ -106,8 +120,8 @@ class HandlesBuilder:
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             missing = [rank for rank, key in zip(members, keys, strict=True) if not self.store.check([key])]
             raise RebuildTimeout(
-                f"generation {self.generation}, rank {self.rank}: ranks {missing} did not come to {gate!r} within "
-                f"{limit_s:.1f} s"
+                f"generation {self.generation}, rank {self.rank}: ranks {missing} did not come to {gate!r} "
+                f"within {limit_s:.1f} s"
             ) from error
 
     def _build(self, build: _native.Build, handle: SwapBackend, deadline_s: float) -> None:

@@ -1,7 +1,8 @@
-"""The record of a rank's constructor phase: what its collectives returned between `init` and `wrap`, as msgpack.
+"""The record of a rank's constructor phase: what its collectives returned between `init` and `wrap`.
 
-It travels with the rank's state; a spare that takes the rank over builds its model from it without peers. Tensors are raw
-bytes. Only Python objects that went through an object collective are pickled, as torch itself does with them.
+It travels with the rank's state, as msgpack; a spare that takes the rank over builds its model from it
+without peers. Tensors are raw bytes. Only Python objects that went through an object collective are
+pickled, as torch itself does with them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class CallRecord(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class ObjectCall(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """One broadcast_object_list of which this rank was the source, which never deserialises its own objects."""
+    """One broadcast_object_list of which this rank was the source."""
 
     first: int  # index of its first collective in the group
     calls: int
@@ -125,7 +126,7 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
 
 
 def describe(outputs: Sequence[torch.Tensor]) -> list[tuple[str, list[int]]]:
-    """dtype and shape of each tensor, for comparing and for messages."""
+    """Type and shape of each tensor, for comparing and for messages."""
     return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in outputs]
 
 
@@ -171,4 +172,4 @@ def _byte_tensor(data: bytes) -> torch.Tensor:
 
 
 def _has_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

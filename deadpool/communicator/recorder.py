@@ -1,8 +1,8 @@
 """Recording a rank's constructor phase: each collective runs as always, and what it returned is kept.
 
-What is kept: outputs up to 64 KiB; everything inside an object collective; larger ones that hold integers, unless they
-alias a parameter or buffer. Other large outputs are parameters, buffers or gradients: a restore overwrites them, so a
-replay echoes them locally and only their digest is kept.
+What is kept: outputs up to 64 KiB; everything inside an object collective; larger ones that hold integers,
+unless they alias a parameter or buffer. Other large outputs are parameters, buffers or gradients: a restore
+overwrites them, so a replay echoes them locally and only their digest is kept.
 
 Not caught: a large float result that was turned into a Python number and freed before `wrap`.
 """
@@ -40,10 +40,10 @@ from deadpool.errors import IntegrationError
 T = TypeVar("T")
 
 SMALL_BYTES = 65536
-"""Outputs up to this size are always kept. Measured: 0.7 KB a rank for DDP, 264 KB for ZeRO-3, 167 KB for megatron-core."""
+"""Outputs up to this size are kept. Measured per rank: DDP 0.7 KB, ZeRO-3 264 KB, megatron-core 167 KB."""
 
 LARGE_BYTES = 1 << 26
-"""Integer outputs above this size are echoed like floats, or one sharded index table would outweigh the model."""
+"""Integer outputs above this size are echoed like floats: a record must stay small beside the state."""
 
 _LATE_S = 30.0
 """How long `finish` waits for a collective that nobody has waited for."""
@@ -83,8 +83,8 @@ class Recorder:
         work = issue()
         if work is None or not outputs:
             return work
-        # Captured when its owner waits, never at once: waiting here for a receive would hang a pipeline schedule, whose
-        # matching send comes later in this very thread.
+        # Captured when its owner waits, never at once: waiting here for a receive would hang a pipeline
+        # schedule, whose matching send comes later in this very thread.
         work = _native.watch_work(work, lambda source: self._capture(call, outputs, source))
         with self._lock:
             self._unfinished[id(call)] = (group, call, work)
@@ -98,15 +98,13 @@ class Recorder:
         return answer
 
     def on_object_broadcast(self, group: str, run: Callable[[], bytes]) -> None:
-        """A broadcast_object_list of which this rank is the source; `run` does it and returns the pickled objects."""
+        """A broadcast_object_list that this rank sends; `run` does it and returns the pickled objects."""
         with self._lock:
             first = len(self._groups[group].calls)
         pickled = run()
         with self._lock:
             record = self._groups[group]
-            record.objects.append(
-                ObjectCall(first=first, calls=len(record.calls) - first, pickled=pickled)
-            )
+            record.objects.append(ObjectCall(first=first, calls=len(record.calls) - first, pickled=pickled))
 
     def finish(self) -> bytes:
         """End of the constructor phase.
@@ -121,8 +119,8 @@ class Recorder:
                 work.wait(timedelta(seconds=_LATE_S))
             except RuntimeError as error:
                 raise IntegrationError(
-                    f"rank {self._rank}: {call.op} on group '{group}' was issued before wrap and has not completed; "
-                    "wait for it before deadpool.wrap"
+                    f"rank {self._rank}: {call.op} on group '{group}' was issued before wrap and has not "
+                    "completed; wait for it before deadpool.wrap"
                 ) from error
         self._registered.close()
         return encode_record(
@@ -167,7 +165,7 @@ class Recorder:
 class _RegisteredTensors:
     """Every parameter and buffer that a module registers, to tell state from other integers.
 
-    DeepSpeed broadcasts `p.data.view(torch.uint8)`: such a view names no base, only its storage gives it away.
+    DeepSpeed broadcasts `p.data.view(torch.uint8)`: such a view names no base, only its storage tells.
     """
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from deadpool.communicator import _native
 from deadpool.communicator.rendezvous_wire import Op, Reply, Request, Status, encode_frame, read_reply
@@ -26,7 +27,7 @@ _MARGIN_S = 5.0
 """How much longer than a wait's own deadline the client listens for the answer."""
 
 
-class RendezvousStore(dist.Store):
+class RendezvousStore(Store):
     """Keys of one generation on one server.
 
     Several threads may use it: each call takes a connection of its own. `close()` releases them.
@@ -72,7 +73,7 @@ class RendezvousStore(dist.Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return self._wait_for(Op.GET, keys, self.timeout_s).values
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._wait_for(Op.WAIT, keys, self.timeout_s if timeout is None else timeout.total_seconds())
 
     def missing(self, keys: Sequence[str], timeout_s: float) -> list[str]:
@@ -118,8 +119,8 @@ class RendezvousStore(dist.Store):
         reply = self._ask(op, keys, timeout_s)
         if reply.keys:
             raise dist.DistStoreError(
-                f"rendezvous of generation {self.generation}: {len(reply.keys)} of {len(keys)} keys missing after "
-                f"{timeout_s:g} s, among them {reply.keys[0]!r}"
+                f"rendezvous of generation {self.generation}: {len(reply.keys)} of {len(keys)} keys missing "
+                f"after {timeout_s:g} s, among them {reply.keys[0]!r}"
             )
         return reply
 
@@ -133,9 +134,7 @@ class RendezvousStore(dist.Store):
             connection.sendall(encode_frame(request))
             reply = read_reply(connection)
         if reply.status is Status.STALE:
-            raise CollectiveAborted(
-                f"the rendezvous server serves generation {reply.number} and refuses generation {self.generation}"
-            )
+            raise self._refusal(reply)
         return reply
 
     @contextlib.contextmanager
@@ -146,7 +145,9 @@ class RendezvousStore(dist.Store):
         except (OSError, ValueError) as error:
             _release(connection)
             if self._is_over():
-                raise CollectiveAborted(f"generation {self.generation} was closed during a rendezvous") from error
+                raise CollectiveAborted(
+                    f"generation {self.generation} was closed during a rendezvous"
+                ) from error
             host, port = self._address
             raise dist.DistNetworkError(f"rendezvous server {host}:{port}: {error}") from error
         except BaseException:
@@ -157,6 +158,11 @@ class RendezvousStore(dist.Store):
                 self._idle.append(connection)
                 return
         _release(connection)
+
+    def _refusal(self, reply: Reply) -> CollectiveAborted:
+        return CollectiveAborted(
+            f"the rendezvous server is at generation {reply.number} and refuses generation {self.generation}"
+        )
 
     def _is_over(self) -> bool:
         return self._closed or _native.closed_generation() >= self.generation
@@ -208,9 +214,7 @@ class RendezvousStore(dist.Store):
             raise
         if reply.status is not Status.OK:
             _release(connection)
-            raise CollectiveAborted(
-                f"the rendezvous server serves generation {reply.number} and refuses generation {self.generation}"
-            )
+            raise self._refusal(reply)
         return connection
 
 

@@ -1,4 +1,6 @@
-"""The key-value server through which communicators find their peers. Hosted by an agent, never by a rank. No torch here.
+"""The key-value server through which communicators find their peers.
+
+Hosted by an agent, never by a rank; no torch here.
 
 One thread. Keys live in the generation they were set in: a newer generation neither sees nor overwrites them,
 and all keys of older generations go when the server moves on, so no value of an older one can be read.
@@ -74,7 +76,7 @@ class RendezvousServer:
         return port
 
     def set_generation(self, generation: int) -> None:
-        """Refuse requests of generations below `generation` from now on, waiting ones too, and drop their keys."""
+        """Refuse older requests from now on, waiting ones too, and drop their keys."""
         self._run(lambda: self._advance(generation))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Replaying a record on a spare: every collective of the constructor phase is answered without peers.
 
-A call that differs from the record is an error that names both; what is most often behind it is a file (a cache, a
-checkpoint) that did not exist when the record was made.
+A call that differs from the record is an error that names both; what is most often behind it is a file
+(a cache, a checkpoint) that did not exist when the record was made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from deadpool.errors import ReplayMismatch
 
 T = TypeVar("T")
 
-_CAUSE = "the usual cause is a file, such as a cache or a checkpoint, that did not exist when the record was made"
+_CAUSE = (
+    "the usual cause is a file, such as a cache or a checkpoint, that did not exist when the record was made"
+)
 
 
 @dataclass(slots=True)
@@ -59,7 +61,8 @@ class Replayer:
         record = decode_record(data)
         if (record.rank, record.world_size) != (rank, world_size):
             raise ReplayMismatch(
-                f"the record is of rank {record.rank} of {record.world_size}, this process is rank {rank} of {world_size}"
+                f"the record is of rank {record.rank} of {record.world_size}, "
+                f"this process is rank {rank} of {world_size}"
             )
         self._lock = threading.Lock()
         self._groups = {name: _Group(group) for name, group in record.groups.items()}
@@ -79,7 +82,8 @@ class Replayer:
             raise ReplayMismatch(f"the script makes group '{name}', which the record does not have; {_CAUSE}")
         if (group.record.rank, group.record.size) != (rank, size):
             raise ReplayMismatch(
-                f"group '{name}': rank {rank} of {size}, in the record rank {group.record.rank} of {group.record.size}"
+                f"group '{name}': rank {rank} of {size}, "
+                f"in the record rank {group.record.rank} of {group.record.size}"
             )
         group.exists = True
 
@@ -97,7 +101,9 @@ class Replayer:
         kinds = describe(outputs)
         recorded = [(output.dtype, output.shape) for output in call.outputs]
         if call.outputs and kinds != recorded:
-            raise ReplayMismatch(f"{where}: the script calls {op} {kinds}, the record has {recorded}; {_CAUSE}")
+            raise ReplayMismatch(
+                f"{where}: the script calls {op} {kinds}, the record has {recorded}; {_CAUSE}"
+            )
         if call.echoed:
             rank, size = self._groups[group].record.rank, self._groups[group].record.size
             echo(op, outputs, inputs, rank, size)
@@ -120,12 +126,13 @@ class Replayer:
         return cast(T, answers.pop(0))
 
     def on_object_broadcast(self, group: str) -> list[Any]:
-        """A broadcast_object_list of which this rank is the source; returns the objects of the record."""
+        """A broadcast_object_list that this rank sends; returns the objects of the record."""
         state = self._groups[group]
         with self._lock:
             if state.next_object >= len(state.record.objects):
                 raise ReplayMismatch(
-                    f"group '{group}': broadcast_object_list number {state.next_object} is not in the record; {_CAUSE}"
+                    f"group '{group}': broadcast_object_list number {state.next_object} "
+                    f"is not in the record; {_CAUSE}"
                 )
             recorded = state.record.objects[state.next_object]
             if recorded.first != state.next_call:
@@ -145,8 +152,8 @@ class Replayer:
             protected: all tensors that a restore writes.
 
         Raises:
-            ReplayMismatch: the script made fewer calls or groups than the record has, or keeps a large result that
-                nobody restores.
+            ReplayMismatch: the script made fewer calls or groups than the record has, or keeps a large result
+                that nobody restores.
         """
         problems = []
         for name, group in self._groups.items():
@@ -157,7 +164,7 @@ class Replayer:
                 call = group.record.calls[group.next_call]
                 problems.append(f"group '{name}': {left} recorded calls were not made, first {call.op}")
         problems += [
-            f"store.{key.split(' ', 1)[0]}({key.split(' ', 1)[1]!r}) of the record was not called {len(answers)} times"
+            f"the store call '{key}' of the record was not made {len(answers)} times"
             for key, answers in self._store.items()
             if answers
         ]
@@ -173,13 +180,14 @@ class Replayer:
         where = f"group '{group}', call {index}"
         if index >= len(state.record.calls):
             raise ReplayMismatch(
-                f"{where}: the script calls {op} {describe(outputs)}, the record ends after {len(state.record.calls)} "
-                f"calls; {_CAUSE}"
+                f"{where}: the script calls {op} {describe(outputs)}, "
+                f"the record ends after {len(state.record.calls)} calls; {_CAUSE}"
             )
         call = state.record.calls[index]
         if (call.op, call.root) != (op, root):
             raise ReplayMismatch(
-                f"{where}: the script calls {op} (root {root}), the record has {call.op} (root {call.root}); {_CAUSE}"
+                f"{where}: the script calls {op} (root {root}), "
+                f"the record has {call.op} (root {call.root}); {_CAUSE}"
             )
         return where, call
 
@@ -191,7 +199,7 @@ class Replayer:
                 continue
             if tensor_digest(tensor) != echoed.digest:
                 problems.append(
-                    f"{echoed.where}: its result {list(tensor.shape)} is still in use and no restore writes it; "
-                    "give the object that holds it to wrap"
+                    f"{echoed.where}: its result {list(tensor.shape)} is still in use and no restore writes "
+                    "it; give the object that holds it to wrap"
                 )
         return problems

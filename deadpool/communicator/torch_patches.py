@@ -1,8 +1,9 @@
-"""How handles get under stock ProcessGroups: the few names of torch that are replaced while DeadPool is installed.
+"""How handles get under stock ProcessGroups: the names of torch that are replaced while installed.
 
-User code and frameworks keep asking for "gloo" or "nccl" and every table of torch.distributed stays stock. What
-changes: the constructors that `distributed_c10d` looks up return a handle, `ProcessGroup._register_backend` registers a
-handle as CUSTOM and has it built, and object collectives are seen at their own level (object_calls.py).
+User code and frameworks keep asking for "gloo" or "nccl" and every table of torch.distributed stays stock.
+What changes: the constructors that `distributed_c10d` looks up return a handle,
+`ProcessGroup._register_backend` registers a handle as CUSTOM and has it built, and object collectives are
+seen at their own level (object_calls.py).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class HandleFactory(Protocol):
         """Name the handle after its group, and build it. Called again for further devices: does nothing."""
 
     def object_broadcast(self, group: str, objects: list[Any], run: Callable[[], None]) -> None:
-        """A broadcast_object_list that this rank sends: do `run`, or put the recorded objects into `objects`."""
+        """A broadcast_object_list that this rank sends: do `run`, or set the recorded objects."""
 
 
 class TorchPatches:
@@ -49,7 +50,7 @@ class TorchPatches:
         """
         if distributed.get_debug_level() == distributed.DebugLevel.DETAIL:
             raise IntegrationError(
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL is not supported: its wrapper keeps a communicator of its own; use INFO"
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL is not supported, its wrapper keeps a communicator; use INFO"
             )
         self._replace(distributed, "ProcessGroupGloo", self._shim("gloo", c10d.ProcessGroupGloo))
         if distributed.is_nccl_available():
@@ -109,10 +110,11 @@ class TorchPatches:
 
 
 def _type_for(group: Any, handle: SwapBackend) -> Any:
-    """Backend type to register under. Never the stock one: DDP's logger casts a GLOO backend to ProcessGroupGloo.
+    """Backend type to register under.
 
-    A group's map from type to backend holds one each, so the CPU handle of a "cpu:gloo,cuda:nccl" group, whose default is
-    NCCL, needs another type that is not in use.
+    Never the stock one: DDP's logger casts a GLOO backend to ProcessGroupGloo. A group's map from type to
+    backend holds one each, so the CPU handle of a "cpu:gloo,cuda:nccl" group, whose default is NCCL, needs
+    another type that is not in use.
     """
     if handle.kind == "gloo" and group.name() in ("nccl", "xccl"):
         return _BackendType.UCC

@@ -127,14 +127,17 @@ void Registry::add(const c10::intrusive_ptr<SwapBackend>& handle) {
 }
 
 std::vector<c10::intrusive_ptr<SwapBackend>> Registry::handles() {
-  std::lock_guard<std::mutex> lock(mutex_);
   std::vector<c10::intrusive_ptr<SwapBackend>> live;
-  for (const auto& known : handles_) {
-    auto handle = known.lock();
-    if (handle && !handle->is_shut_down()) {
-      live.push_back(std::move(handle));
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& known : handles_) {
+      if (auto handle = known.lock()) {
+        live.push_back(std::move(handle));
+      }
     }
   }
+  // Outside the lock: what is dropped here may be the last reference to a handle, whose end takes long and needs the GIL.
+  live.erase(std::remove_if(live.begin(), live.end(), [](const auto& handle) { return handle->is_shut_down(); }), live.end());
   return live;
 }
 

@@ -39,8 +39,9 @@ class Build {
   Build(const Build&) = delete;
   Build& operator=(const Build&) = delete;
 
-  // Before each constructor of an inner communicator; throws CollectiveAborted when closed. Sockets that appear from now
-  // until install() belong to that communicator.
+  // Before each constructor of an inner communicator; throws CollectiveAborted when closed. TCP sockets that appear from now
+  // until install() count as that communicator's: one that another thread of the script opens in these milliseconds would be
+  // shut down with it, which its owner sees as a lost connection.
   void begin(const std::string& handle);
   void install(SwapBackend& handle, BackendPtr communicator);
   void finish(bool succeeded);

@@ -1,0 +1,447 @@
+"""Closing and rebuilding communicators under live handles, with real processes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from deadpool.communicator import _native
+from deadpool.errors import CollectiveAborted, RebuildTimeout
+from tests.process.communicator.cluster import START_S, Cluster, Seat, run_all, seconds
+
+PROMPT_S = 3.0
+"""Far below the 120 s timeout of collectives, far above what a close takes on busy cores."""
+
+
+def all_reduce_value(value: float, group: dist.ProcessGroup | None = None) -> float:
+    tensor = torch.full((1000,), value)
+    dist.all_reduce(tensor, group=group)
+    return tensor[-1].item()
+
+
+# ---- one rank dies or stops ----
+
+
+def lose_a_peer(seat: Seat) -> dict[str, Any]:
+    communicators = seat.communicators()
+    communicators.start_recording()
+    communicators.init_process_group(seat.store(1))
+    seat.tell("joined", communicators.finish_recording())
+    victim = seat.hear()
+    if seat.rank == victim:
+        seat.tell("waiting")
+        seat.hear()
+    try:
+        for _ in range(2):  # the victim takes part in none
+            dist.all_reduce(torch.ones(1 << 16))
+        error = "none"
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+        found = communicators.failed_collective(raised)
+    seat.tell("raised", error)
+    seat.hear()
+    communicators.open(2, seat.store(2))
+    communicators.reap()
+    total = all_reduce_value(seat.rank)
+    seat.meet("end")
+    return {"sum": total, "was_collective": found}
+
+
+def take_over(seat: Seat) -> dict[str, Any]:
+    communicators = seat.communicators()
+    communicators.start_replay(seat.hear())
+    communicators.init_process_group(None)
+    communicators.finish_replay([])
+    communicators.open(2, seat.store(2))
+    total = all_reduce_value(seat.rank)
+    seat.meet("end")
+    return {"sum": total}
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+def test_survivors_leave_a_collective_and_go_on_with_a_replacement(kind: signal.Signals) -> None:
+    victim = 1
+    with Cluster(3) as cluster:
+        workers = cluster.start_all(lose_a_peer)
+        records = [worker.wait("joined", START_S) for worker in workers]
+        workers[victim].say(victim)
+        workers[victim].wait("waiting")
+        survivors = [workers[0], workers[2]]
+        for worker in survivors:
+            worker.say(victim)
+        workers[victim].signal(kind)
+        for worker in survivors:
+            worker.order_close(1)
+        for worker in survivors:
+            worker.wait_closed(1, PROMPT_S)
+            error = worker.wait("raised", PROMPT_S)
+            assert error != "none"
+            if kind is signal.SIGSTOP:  # only the close can have ended it
+                assert error.startswith("CollectiveAborted: group '0', generation 1")
+            assert worker.field(16) == 1
+        cluster.server.set_generation(2)
+        replacement = cluster.start(take_over, victim)
+        replacement.say(records[victim])
+        for worker in survivors:
+            worker.say()
+        results = [worker.wait("result", START_S) for worker in [*survivors, replacement]]
+    assert [result["sum"] for result in results] == [3.0] * 3
+    assert all(result["was_collective"] for result in results[:2])
+
+
+# ---- closing ----
+
+
+def hold_the_gil(seat: Seat) -> dict[str, Any]:
+    communicators = seat.join()
+    seat.tell("joined")
+    seat.hear()
+    if seat.rank == 0:
+        libc = ctypes.PyDLL(None)  # PyDLL keeps the GIL
+        began = time.monotonic()
+        libc.usleep(2_500_000)
+        held_s = time.monotonic() - began
+    else:
+        held_s = 0.0
+    closed = communicators.closed_generation
+    try:
+        dist.all_reduce(torch.ones(1))
+        error = "none"
+    except CollectiveAborted as raised:
+        error = str(raised)
+    return {"held_s": held_s, "closed": closed, "error": error}
+
+
+def test_a_held_gil_does_not_delay_a_close() -> None:
+    with Cluster(2) as cluster:
+        workers = cluster.start_all(hold_the_gil)
+        for worker in workers:
+            worker.wait("joined", START_S)
+            worker.say()
+        ticks = workers[0].field(8)
+        time.sleep(0.5)  # the sleep of rank 0 is well under way; nothing waits for this
+        for worker in workers:
+            worker.order_close(1)
+        took_s = seconds(lambda: workers[0].wait_closed(1, 2.0))
+        assert took_s < 1.0
+        assert workers[0].field(8) > ticks + 3
+        results = [worker.wait("result") for worker in workers]
+    assert results[0]["held_s"] > 2.0
+    assert results[0]["closed"] == 1
+    assert "generation 1: closed" in results[0]["error"]
+
+
+def close_in_many_ways(seat: Seat) -> dict[str, Any]:
+    communicators = seat.join()
+    frozen_before = communicators.frozen()
+    subgroup = dist.new_group([0, 1])
+    all_reduce_value(1.0, subgroup)
+    seat.meet("before close")
+    communicators.close(1)
+    errors = []
+    for call in (
+        lambda: dist.all_reduce(torch.ones(1)),
+        lambda: dist.all_reduce(torch.ones(1), group=subgroup),
+        lambda: dist.barrier(),
+        lambda: dist.new_group([0, 1]),
+        lambda: communicators.open(1, seat.store(1)),
+    ):
+        try:
+            call()
+            errors.append("none")
+        except CollectiveAborted as error:
+            errors.append(str(error))
+    frozen = communicators.frozen()
+    communicators.open(2, seat.store(2))
+    communicators.close(1)  # late news of an older generation change nothing
+    after = all_reduce_value(1.0, subgroup)
+    seat.meet("end")
+    names = [(handle.name, handle.generation) for handle in communicators.handles()]
+    return {
+        "errors": errors,
+        "frozen": (frozen_before, frozen, communicators.frozen()),
+        "after": after,
+        "handles": names,
+    }
+
+
+def test_a_closed_generation_refuses_everything_until_the_next_is_open() -> None:
+    for result in run_all(close_in_many_ways, 2):
+        assert "none" not in result["errors"]
+        assert "group '0', generation 1" in result["errors"][0]
+        assert "group '1', generation 1" in result["errors"][1]
+        assert result["frozen"] == (False, True, False)
+        assert result["after"] == 2.0
+        assert result["handles"] == [("0", 2), ("1", 2)]
+
+
+def wait_for_ever(seat: Seat) -> None:
+    seat.join()
+    seat.tell("joined")
+    threading.Event().wait(60)
+
+
+def test_a_worker_ends_at_once_when_its_agent_is_gone() -> None:
+    with Cluster(1) as cluster:
+        worker = cluster.start(wait_for_ever, 0)
+        worker.wait("joined", START_S)
+        worker.hang_up()
+        assert worker.exit_code(PROMPT_S) == 73
+
+
+# ---- half-built ----
+
+
+def build_against_a_late_peer(seat: Seat) -> dict[str, Any]:
+    """Rank 1 comes to the gate and then does not connect: rank 0 sits inside gloo's constructor."""
+    from deadpool.communicator import rebuild
+
+    communicators = seat.join()
+    communicators.close(1)
+    stock = rebuild.make_gloo
+    if seat.rank == 1:
+
+        def stuck(*arguments: Any) -> Any:
+            seat.tell("stuck")
+            seat.hear()
+            return stock(*arguments)
+
+        rebuild.make_gloo = stuck
+    seat.tell("opening")
+    began = time.monotonic()
+    try:
+        communicators.open(2, seat.store(2), timeout_s=60)
+        error = "none"
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    took_s = time.monotonic() - began
+    rebuild.make_gloo = stock
+    seat.tell("left", (error, took_s))
+    seat.hear()
+    communicators.open(3, seat.store(3))
+    total = all_reduce_value(seat.rank)
+    seat.meet("end")
+    return {"sum": total}
+
+
+def test_a_close_reaches_communicators_that_are_half_built() -> None:
+    with Cluster(2) as cluster:
+        workers = cluster.start_all(build_against_a_late_peer)
+        for worker in workers:
+            worker.wait("opening", START_S)
+        workers[1].wait("stuck")
+        for worker in workers:
+            worker.order_close(2)
+        for worker in workers:
+            worker.wait_closed(2, PROMPT_S)
+        workers[1].say()  # what it builds now is of a closed generation
+        for worker in workers:
+            error, _ = worker.wait("left", PROMPT_S)
+            assert error.startswith("CollectiveAborted")
+            worker.say()
+        assert [worker.wait("result")["sum"] for worker in workers] == [1.0, 1.0]
+
+
+def rebuild_alone(seat: Seat) -> str:
+    communicators = seat.join()
+    if seat.rank == 2:
+        return "absent"
+    try:
+        communicators.open(2, seat.store(2), timeout_s=0.5)
+    except RebuildTimeout as error:
+        return str(error)
+    return "none"
+
+
+def test_a_rebuild_without_a_peer_ends_at_its_deadline_and_names_it() -> None:
+    results = run_all(rebuild_alone, 3)
+    assert "ranks [2] did not come" in results[0]
+    assert "ranks [2] did not come" in results[1]
+
+
+# ---- exceptions and counters ----
+
+
+def abort_inside_backward(seat: Seat) -> str:
+    communicators = seat.join()
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    for _ in range(3):
+        model(torch.ones(2, 64)).sum().backward()
+    seat.tell("trained")
+    seat.hear()
+    if seat.rank == 1:
+        communicators.close(1)
+        return "gone"
+    try:
+        model(torch.ones(2, 64)).sum().backward()  # issued on a live or closed handle, by C++
+        return "none"
+    except CollectiveAborted as error:
+        return str(error)
+
+
+def test_an_abort_inside_a_backward_reaches_python_as_the_right_error() -> None:
+    with Cluster(2) as cluster:
+        workers = cluster.start_all(abort_inside_backward)
+        for worker in workers:
+            worker.wait("trained", START_S)
+        workers[0].order_close(1)
+        workers[0].wait_closed(1)
+        for worker in workers:
+            worker.say()
+        assert "group '0', generation 1" in workers[0].wait("result")
+
+
+def fail_inside_backward(seat: Seat) -> str:
+    communicators = seat.join()
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    model(torch.ones(2, 64)).sum().backward()
+    seat.tell("trained")
+    seat.hear()
+    if seat.rank == 1:
+        seat.hear()
+        return "gone"
+    threading.Timer(0.3, communicators.close, [1]).start()
+    try:
+        model(torch.ones(2, 64)).sum().backward()  # rank 1 never joins: in flight until the close
+        return "none"
+    except CollectiveAborted as error:
+        return str(error)
+
+
+def test_a_collective_in_flight_inside_a_backward_fails_with_the_right_error() -> None:
+    with Cluster(2) as cluster:
+        workers = cluster.start_all(fail_inside_backward)
+        for worker in workers:
+            worker.wait("trained", START_S)
+            worker.say()
+        assert "the collective was aborted" in workers[0].wait("result")
+        workers[1].say()
+
+
+def count_calls(seat: Seat) -> dict[str, Any]:
+    communicators = seat.join()
+    subgroup = dist.new_group([0, 1])
+    for _ in range(5):
+        all_reduce_value(1.0)
+    all_reduce_value(1.0, subgroup)
+    if seat.rank == 0:
+        dist.send(torch.ones(3), 1)
+        work = dist.all_reduce(torch.ones(500), async_op=True)
+        seat.tell("waits")
+        seat.hear()
+        assert work is not None
+        work.wait()
+    else:
+        dist.recv(torch.ones(3), 0)
+        seat.tell("waits")
+        seat.hear()
+        dist.all_reduce(torch.ones(500))
+    dist.barrier()
+    seat.meet("end")
+    return {handle.name: (handle.issued, handle.completed) for handle in communicators.handles()}
+
+
+def test_the_agent_sees_who_has_not_issued_what_others_wait_for() -> None:
+    with Cluster(2) as cluster:
+        workers = cluster.start_all(count_calls)
+        for worker in workers:
+            worker.wait("waits", START_S)
+        waiting, culprit = (worker.entries() for worker in workers)
+        assert [entry[0] for entry in waiting] == [_native.name_hash("0"), _native.name_hash("1")]
+        assert waiting[0][1:] == (7, 6, 2000)
+        assert culprit[0][1:] == (6, 6, 12)
+        assert waiting[1][1:] == culprit[1][1:] == (1, 1, 4000)
+        for worker in workers:
+            worker.say()
+        assert [worker.wait("result") for worker in workers] == [{"0": (8, 8), "1": (1, 1)}] * 2
+
+
+def hook_calls(seat: Seat) -> dict[str, Any]:
+    communicators = seat.join()
+    seen: list[tuple[str, str, int]] = []
+    communicators.before_call(lambda name, op, index: seen.append((name, op, index)))
+    all_reduce_value(1.0)
+    dist.barrier()
+    communicators.before_call(None)
+    all_reduce_value(1.0)
+
+    def refuse(name: str, op: str, index: int) -> None:
+        raise KeyError(op)
+
+    communicators.before_call(refuse)
+    try:
+        dist.barrier()
+        error = "none"
+    except KeyError as raised:
+        error = str(raised)
+    seat.meet("end")
+    return {"seen": seen, "error": error}
+
+
+def test_a_hook_sees_each_collective_only_while_it_is_set() -> None:
+    for result in run_all(hook_calls, 2):
+        assert result["seen"] == [("0", "allreduce", 0), ("0", "barrier", 1)]
+        assert result["error"] == "'barrier'"
+
+
+# ---- resources and ends ----
+
+
+def swap_many_times(seat: Seat) -> list[tuple[int, int]]:
+    communicators = seat.join()
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 1, 2])]
+    counts = []
+    for generation in range(2, 12):
+        seat.meet(f"before {generation}")
+        work = dist.all_reduce(torch.ones(1 << 14), async_op=True) if seat.rank != generation % 3 else None
+        communicators.close(generation - 1)
+        if work is not None:
+            with pytest.raises(CollectiveAborted):
+                work.wait()
+        del work
+        communicators.open(generation, seat.store(generation))
+        assert all_reduce_value(1.0) == 3.0
+        assert all_reduce_value(1.0, groups[2]) == 3.0
+        communicators.reap()
+        for thread in threading.enumerate():
+            if thread.name == "deadpool-reaper":
+                thread.join(10)
+        gc.collect()
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return counts
+
+
+def test_ten_swaps_leave_no_descriptor_and_no_thread_behind() -> None:
+    for counts in run_all(swap_many_times, 3):
+        assert max(fds for fds, _ in counts[2:]) <= counts[1][0]
+        assert max(threads for _, threads in counts[2:]) <= counts[1][1]
+
+
+def end_properly(seat: Seat) -> None:
+    communicators = seat.join()
+    dist.new_group([0, 1])
+    dist.barrier()
+    seat.meet("end")
+    dist.destroy_process_group()
+    assert communicators.handles() == []
+
+
+def end_without_goodbye(seat: Seat) -> None:
+    seat.join()
+    all_reduce_value(1.0)
+    seat.meet("end")
+
+
+@pytest.mark.parametrize("scenario", [end_properly, end_without_goodbye])
+def test_a_script_ends_without_a_crash(scenario: Any) -> None:
+    run_all(scenario, 2)
