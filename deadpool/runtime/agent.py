@@ -47,7 +47,7 @@ from deadpool.membership.registry import Registry
 from deadpool.membership.store import Lease, Watch
 from deadpool.runtime.checkpointing import CheckpointCallbacks, CheckpointTier, checkpoint_root
 from deadpool.runtime.fetch import Fetcher
-from deadpool.runtime.host import Host, HostCallbacks, HostParts
+from deadpool.runtime.host import Host, HostCallbacks, HostParts, first_name
 from deadpool.runtime.leadership import Leadership
 from deadpool.runtime.messages import (
     Control,
@@ -298,7 +298,6 @@ class Agent:
                 replaced=self._on_replaced,
                 ended=self._on_ended,
                 broken=self._on_broken,
-                running=self._on_running,
                 rendezvous_generation=self.rendezvous.set_generation,
             ),
         )
@@ -365,7 +364,7 @@ class Agent:
             self._send_stalled()
         lease = self.lease if self._reached and self._ending is None else None
         if lease is not None and self.leadership.tick(lease.lease):
-            self._on_elected()
+            self._lead_protection()
         self._check_all_ended()
 
     def _close(self) -> None:
@@ -442,23 +441,19 @@ class Agent:
             for rank in self.stalls.frozen():
                 self.workforce.kill_rank(rank, "its process is stopped")  # it cannot close anything
         self.host.on_view(view)
-        if view.phase is not Phase.RUNNING:
+        if view.phase is Phase.RUNNING:
+            self.stalls.start(self.host.ranks())
+            self._lead_protection()
+        else:
             self.stalls.stop()
 
-    def _on_elected(self) -> None:
-        view = self.host.view
-        if view is not None and view.phase is Phase.RUNNING:
-            self._lead_protection(view, view.rollback or Name(step=0, generation=view.generation))
-
-    def _on_running(self, view: View, rollback: Name) -> None:
-        """RUNNING has begun here: progress is judged, and the leader names steps."""
-        self.stalls.start(self.host.ranks())
-        self._lead_protection(view, rollback)
-
-    def _lead_protection(self, view: View, rollback: Name) -> None:
-        leader = self.leadership.leader
-        if leader is not None and not self.protection.is_leading(view.generation, leader.term):
-            self.protection.lead(view, rollback, leader.term)
+    def _lead_protection(self) -> None:
+        """The leader names steps, also if it is a spare."""
+        view, leader = self.host.view, self.leadership.leader
+        if leader is None or view is None or view.phase is not Phase.RUNNING:
+            return
+        if not self.protection.is_leading(view.generation, leader.term):
+            self.protection.lead(view, first_name(view), leader.term)
 
     # ---- protection ----------------------------------------------------------------------------------
 

@@ -74,7 +74,6 @@ class HostCallbacks:
     replaced: Callable[[str], None]  # this member was replaced: become a new incarnation
     ended: Callable[[View], None]  # FINISHED or HALTED
     broken: Callable[[str], None]  # this host cannot run workers
-    running: Callable[[View, Name], None]  # RUNNING: protection of this generation has begun
     rendezvous_generation: Callable[[int], None]
 
 
@@ -270,9 +269,7 @@ class Host:
             return
         self.slot = view.slots.index(self._member.id)
         self._parts.workforce.run(view.generation)
-        rollback = first_name(view)
-        self._parts.protection.start(view, rollback)
-        self._callbacks.running(view, rollback)
+        self._parts.protection.start(view, first_name(view))
 
     # ---- placing workers -----------------------------------------------------------------------------
 

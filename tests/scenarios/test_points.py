@@ -1,0 +1,54 @@
+"""The victim dies at each point of a step. All ranks agree on the step that counts, and nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Launch = Callable[..., Any]
+
+POINTS = (
+    "before-forward",
+    "collective=1",
+    "before-optimizer",
+    "in-optimizer",
+    "after-optimizer",
+    "capture",
+    "replication",
+)
+ALWAYS = {("in-optimizer", "ddp"), ("replication", "fsdp2")}
+
+
+@pytest.mark.parametrize(
+    ("point", "parallel"),
+    [
+        pytest.param(point, parallel, marks=() if (point, parallel) in ALWAYS else pytest.mark.full)
+        for point in POINTS
+        for parallel in ("ddp", "fsdp2")
+    ],
+)
+def test_a_host_lost_at_any_point_of_a_step_changes_no_bit(
+    rig: Any, launch: Launch, point: str, parallel: str
+) -> None:
+    args = ("--parallel", parallel, "--steps", "14")
+    job = launch(args, nnodes=3, options=("--inject", f"host-loss:rank=1@step=7,at={point}"))
+    assert job.wait() == 0, job.output[-4000:]
+    rig.check_trace(job, args, world_size=3)
+    rig.check_one_owner(job, world_size=3)
+    rig.check_survivors(job, replaced={1}, world_size=3)
+    (done,) = job.named("recovery.done")
+    assert done["lost_steps"] <= 1
+
+
+def test_a_copy_that_arrived_in_part_is_never_offered(rig: Any, launch: Launch) -> None:
+    """A19: the sender dies after part of its state has reached its holder; that copy is then needed."""
+    args = ("--parallel", "fsdp2", "--steps", "14")
+    job = launch(args, nnodes=3, options=("--inject", "host-loss:rank=2@step=6,at=replication"))
+    assert job.wait() == 0, job.output[-4000:]
+    rig.check_trace(job, args, world_size=3)
+    (done,) = job.named("recovery.done")
+    assert done["source"] == "replica"
+    restored = {record["s"] for rank in range(3) for record in job.records(rank) if record["g"] == 2}
+    assert min(restored) == done["rollback_step"] + 1
