@@ -5,7 +5,7 @@
 [Note: order of an abort] 1 close every handle, so that new calls raise; 2 freeze: no capture that completes
 from here on is reported; 3 only then abort the inner communicators. A GPU runs behind its CPU: after an abort
 the optimizer's kernel applies garbage, and a capture queued behind it would look complete. Then the worker
-waits for two things in any order: the abort is through, and the training function has unwound. Only then it acks.
+waits for two things in any order, the end of the abort and the unwinding of the training function, and acks.
 """
 
 from __future__ import annotations

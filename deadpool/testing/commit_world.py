@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from deadpool.core.commit import (
     AskBanks,
     BanksReport,
     BanksRequest,
-    Committed,
+    LeadEffect,
     LeadEvent,
     LeadState,
     LeadTick,
@@ -49,6 +49,44 @@ from deadpool.core.follow import (
 )
 from deadpool.core.plan import newer_copies, newest_live_name
 from deadpool.core.types import Inventory, Name, RankCopies
+
+_T = TypeVar("_T", FollowState, LeadState)
+
+
+class Fixed(Generic[_T]):
+    """A machine's state of which there is one object per value: cheap to hash and to compare.
+
+    Searching is mostly asking whether a world was seen before, and the machines' states are its largest part.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: _T) -> None:
+        self.value: _T = value
+
+
+@lru_cache(maxsize=500_000)
+def _fixed_agent(state: FollowState) -> Fixed[FollowState]:
+    return Fixed(state)
+
+
+@lru_cache(maxsize=500_000)
+def _fixed_leader(state: LeadState) -> Fixed[LeadState]:
+    return Fixed(state)
+
+
+@lru_cache(maxsize=500_000)
+def _followed(
+    agent: Fixed[FollowState], event: FollowEvent
+) -> tuple[Fixed[FollowState], tuple[FollowEffect, ...]]:
+    state, effects = follow(agent.value, event)
+    return _fixed_agent(state), effects
+
+
+@lru_cache(maxsize=500_000)
+def _led(leader: Fixed[LeadState], event: LeadEvent) -> tuple[Fixed[LeadState], tuple[LeadEffect, ...]]:
+    state, effects = lead(leader.value, event)
+    return _fixed_leader(state), effects
 
 
 class Bank(NamedTuple):
@@ -83,7 +121,7 @@ class Rank(NamedTuple):
     retired: Banks | None  # copy on the host that held it before
     told: tuple[int, int] | None  # (step, bank) that the worker is to capture
     stream: Stream | None
-    agent: FollowState
+    agent: Fixed[FollowState]
 
 
 Message = tuple[int, BanksRequest | Naming] | tuple[int, Report | BanksReport]
@@ -95,7 +133,7 @@ class World(NamedTuple):
 
     generation: int
     ranks: tuple[Rank, ...]
-    leaders: tuple[LeadState, ...]
+    leaders: tuple[Fixed[LeadState], ...]
     net: frozenset[Message]
     faults: int  # left to happen: a host dies, or a generation opens without a loss
     failures: int  # left to happen: a capture or a stream fails
@@ -116,7 +154,7 @@ class Setup:
     elections: bool = False  # a second agent starts to lead while the first does not know
     spurious: bool = False  # a fault may also be a generation without a loss
     reholds: bool = False  # a new generation chooses other holders
-    stale: bool = False  # messages of older generations stay in the network
+    stale: bool = False  # messages of older generations stay in the network; not with `reduced`
     coarse: bool = False  # a capture, and a stream, is one move: for searches that look at other things
     reduced: bool = True  # see `_urgent_delivery`
 
@@ -141,10 +179,10 @@ def initial_world(setup: Setup) -> World:
     for i in range(setup.hosts):
         banks = RankBanks(rank=i, own=(rollback, None), held=(rollback,))
         agent, _ = start_follow(generation=0, rollback=rollback, ranks=[banks])
-        ranks.append(Rank(0, zero, zero, None, None, None, agent))
+        ranks.append(Rank(0, zero, zero, None, None, None, _fixed_agent(agent)))
     world = World(0, tuple(ranks), (), frozenset(), setup.faults, setup.failures, "RUN", rollback, 1, False)
     world = _begin_lead(world, setup, 1)
-    while world.leaders[0].committed is None:
+    while world.leaders[0].value.committed is None:
         _, world = next(iter(_deliveries(world, setup)))  # the first answers are of no interest
     return _elect_another(world, setup)
 
@@ -157,15 +195,14 @@ def find_violation(world: World) -> str:
         return "the state is lost although the loss was claimed survivable"
     if world.phase != "RUN":
         return ""
-    now = surviving_name(world, -1)
+    *after_loss, now = survivors(world)
     if now is None or now < world.rollback:
         return f"nobody died, and yet {world.rollback}, which all resumed from, is gone"
     for leader in world.leaders:
-        claim = leader.committed
+        claim = leader.value.committed
         if claim is None:
             continue
-        for victim in range(len(world.ranks)):
-            name = surviving_name(world, victim)
+        for victim, name in enumerate(after_loss):
             if name is None or name < claim:
                 return f"committed {claim}, but the loss of host {victim} leaves {name}"
     return ""
@@ -175,19 +212,27 @@ def find_shrink(before: World, after: World, label: str) -> str:
     """Losses that `before` survives and `after` does not, although nothing was lost in between."""
     if after.phase != "RUN" or before.generation != after.generation:
         return ""
-    for victim in range(len(before.ranks)):
-        if surviving_name(before, victim) and not surviving_name(after, victim):
+    for victim, (old, new) in enumerate(zip(survivors(before), survivors(after), strict=True)):
+        if old and not new:
             return f"{label}: from now on the loss of host {victim} loses the state"
     return ""
 
 
-def surviving_name(world: World, victim: int) -> Name | None:
-    """The step that all could resume from if `victim` died now; -1: nobody dies."""
-    return _survivors(tuple((rank.own, rank.hold, rank.retired) for rank in world.ranks), world.shift)[victim]
+def survivors(world: World) -> tuple[Name | None, ...]:
+    """Per host, the step that all could resume from if it died now; at the end, if nobody did."""
+    return _survivors(_disks(world), world.shift)
+
+
+Disks = tuple[tuple[Banks, Banks, Banks | None], ...]
+"""What is physically there: per rank the own banks, those on the holder, those on a former holder."""
+
+
+def _disks(world: World) -> Disks:
+    return tuple([(rank.own, rank.hold, rank.retired) for rank in world.ranks])
 
 
 @lru_cache(maxsize=100_000)
-def _survivors(disks: tuple[tuple[Banks, Banks, Banks | None], ...], shift: int) -> tuple[Name | None, ...]:
+def _survivors(disks: Disks, shift: int) -> tuple[Name | None, ...]:
     """Per victim, and for nobody at the end. Many worlds differ only in what is on the wire."""
     return tuple(
         newest_live_name(len(disks), _inventories(disks, shift, victim))
@@ -220,7 +265,7 @@ def search(
             if len(came_from) == seen:
                 continue
             violation = find_violation(after) or (find_shrink(world, after, label) if checks_shrink else "")
-            best = max([best, *(leader.committed.step for leader in after.leaders if leader.committed)])
+            best = max([best, *(claim.step for claim in _claims(after))])
             if violation:
                 world = after
                 break
@@ -245,11 +290,7 @@ def _count_stuck(
     worlds: dict[World, tuple[World, str] | None], before: dict[World, list[World]], best: int
 ) -> int:
     """Worlds with nobody past the first step from which the best commit can no longer be reached."""
-    good = {
-        world
-        for world in worlds
-        if any(lead.committed and lead.committed.step >= best for lead in world.leaders)
-    }
+    good = {world for world in worlds if any(claim.step >= best for claim in _claims(world))}
     todo = list(good)
     while todo:
         for previous in before.get(todo.pop(), ()):
@@ -277,8 +318,8 @@ def moves(world: World, setup: Setup) -> Iterator[tuple[str, World]]:
                 yield from _stream_moves(world, setup, i, rank, rank.stream)
         yield from _deliveries(world, setup)
         for index, leader in enumerate(world.leaders):
-            if leader.refused and leader.step < setup.last_step:
-                yield f"leader {leader.term} ticks", _lead(world, setup, index, LeadTick(now_s=0.0))
+            if leader.value.refused and leader.value.step < setup.last_step:
+                yield f"leader {leader.value.term} ticks", _lead(world, setup, index, LeadTick(now_s=0.0))
     if world.phase == "RESTORE":
         yield from _restore_moves(world, setup)
     if world.phase in ("RUN", "RESTORE") and world.faults:
@@ -334,18 +375,17 @@ def _stream_moves(
             yield f"holder of {i} had {name}", _follow(_with_rank(world, i, after), setup, i, acked)
             return
         target = choose_holder_bank(complete, name, stream.keep, world.rollback)
-        if target is not None and setup.coarse:
+        if target is None:
+            yield f"holder of {i} refuses {name}", _fail_stream(world, setup, i, rank, stream)
+        elif setup.coarse:
             kind = "X" if stream.is_torn else "C"
             after = rank._replace(stream=None, hold=_put(rank.hold, target, Bank(name, kind)))
             yield f"holder of {i} has {name}", _follow(_with_rank(world, i, after), setup, i, acked)
-            return
-        if target is not None:
+        else:
             after = rank._replace(
                 stream=stream._replace(target=target), hold=_put(rank.hold, target, Bank(name, "W"))
             )
             yield f"holder of {i} receives {name} in bank {target}", _with_rank(world, i, after)
-            return
-        yield f"holder of {i} refuses {name}", _fail_stream(world, setup, i, rank, stream)
     if world.failures:
         failing = world._replace(failures=world.failures - 1)
         yield f"stream of {i} fails for {name}", _fail_stream(failing, setup, i, rank, stream)
@@ -380,7 +420,7 @@ def _urgent_delivery(world: World, setup: Setup) -> tuple[str, World] | None:
         sent = after.net - world.net
         if sent or (message[0] >= 0 and after.ranks[message[0]] != world.ranks[message[0]]):
             continue
-        if all(old.committed == new.committed for old, new in zip(world.leaders, after.leaders, strict=True)):
+        if _claims(world) == _claims(after):
             return label, after
     return None
 
@@ -401,7 +441,7 @@ def _restore_moves(world: World, setup: Setup) -> Iterator[tuple[str, World]]:
 
 
 def _run(world: World, setup: Setup) -> World:
-    term = world.leaders[0].term
+    term = world.leaders[0].value.term
     running = world._replace(phase="RUN", leaders=())
     old_shift = world.shift - 1 or setup.hosts - 1
     for i, rank in enumerate(world.ranks):
@@ -417,24 +457,26 @@ def _run(world: World, setup: Setup) -> World:
             rollback=world.rollback,
             ranks=[banks],
             retired=retired,
-            term=rank.agent.term,
+            term=rank.agent.value.term,
         )
-        fresh = running.ranks[i]._replace(step=world.rollback.step, agent=agent, told=None, stream=None)
+        fresh = running.ranks[i]._replace(
+            step=world.rollback.step, agent=_fixed_agent(agent), told=None, stream=None
+        )
         running = _act(_with_rank(running, i, fresh), setup, i, effects)
     return _elect_another(_begin_lead(running, setup, term), setup)
 
 
 def _open_generation(world: World, setup: Setup, victim: int) -> World:
-    rollback = surviving_name(world, victim)
+    rollback = survivors(world)[victim]
     opened = world._replace(
         generation=world.generation + 1,
         faults=world.faults - 1,
         net=world.net if setup.stale else frozenset(),
     )
     if rollback is None:
-        claims = world.phase == "RUN" and any(leader.committed for leader in world.leaders)
+        claims = world.phase == "RUN" and bool(_claims(world))
         return opened._replace(phase="HALT", is_claim_broken=claims and victim >= 0)
-    disks = tuple((rank.own, rank.hold, rank.retired) for rank in world.ranks)
+    disks = _disks(world)
     newer = {
         pair
         for inventory in _inventories(disks, world.shift, -1)
@@ -454,7 +496,7 @@ def _open_generation(world: World, setup: Setup, victim: int) -> World:
         agent = rank.agent
         ranks.append(Rank(rollback.step, own, hold, retired, None, None, agent))
     shift = 2 if rehold else world.shift
-    leaders = (max(world.leaders, key=lambda leader: leader.term),)
+    leaders = (max(world.leaders, key=lambda leader: leader.value.term),)
     return opened._replace(
         ranks=tuple(ranks), leaders=leaders, phase="RESTORE", rollback=rollback, shift=shift
     )
@@ -468,22 +510,22 @@ def _begin_lead(world: World, setup: Setup, term: int) -> World:
         rollback=world.rollback,
         now_s=0.0,
     )
-    world = world._replace(leaders=(*world.leaders, leader))
+    world = world._replace(leaders=(*world.leaders, _fixed_leader(leader)))
     return _send(world, setup, effects)
 
 
 def _elect_another(world: World, setup: Setup) -> World:
     """A second leader from the start: what it asks may arrive as late as if it were elected later."""
-    return _begin_lead(world, setup, world.leaders[0].term + 1) if setup.elections else world
+    return _begin_lead(world, setup, world.leaders[0].value.term + 1) if setup.elections else world
 
 
 def _lead(world: World, setup: Setup, index: int, event: LeadEvent) -> World:
-    leader, effects = lead(world.leaders[index], event)
+    leader, effects = _led(world.leaders[index], event)
     leaders = (*world.leaders[:index], leader, *world.leaders[index + 1 :])
     return _send(world._replace(leaders=leaders), setup, effects)
 
 
-def _send(world: World, setup: Setup, effects: tuple[AskBanks | SendNaming | Committed, ...]) -> World:
+def _send(world: World, setup: Setup, effects: tuple[LeadEffect, ...]) -> World:
     messages: set[Message] = set()
     for effect in effects:
         match effect:
@@ -496,7 +538,7 @@ def _send(world: World, setup: Setup, effects: tuple[AskBanks | SendNaming | Com
 
 def _follow(world: World, setup: Setup, i: int, event: FollowEvent) -> World:
     rank = world.ranks[i]
-    agent, effects = follow(rank.agent, event)
+    agent, effects = _followed(rank.agent, event)
     return _act(_with_rank(world, i, rank._replace(agent=agent)), setup, i, effects)
 
 
@@ -528,9 +570,7 @@ def _act(world: World, setup: Setup, i: int, effects: tuple[FollowEffect, ...]) 
     return world
 
 
-def _inventories(
-    disks: tuple[tuple[Banks, Banks, Banks | None], ...], shift: int, victim: int
-) -> list[Inventory]:
+def _inventories(disks: Disks, shift: int, victim: int) -> list[Inventory]:
     hosts = len(disks)
     copies: list[list[RankCopies]] = [[] for _ in disks]
     for rank, (own, hold, retired) in enumerate(disks):
@@ -541,10 +581,22 @@ def _inventories(
     return [Inventory(member=str(h), copies=tuple(copies[h])) for h in range(hosts) if h != victim]
 
 
-def _order(message: Message) -> tuple[int, int, int, str, str]:
+def _claims(world: World) -> list[Name]:
+    return [leader.value.committed for leader in world.leaders if leader.value.committed is not None]
+
+
+def _order(message: Message) -> tuple[object, ...]:
     """Any order will do, so long as it is the same in every process."""
     to, body = message
-    return to, body.generation, body.term, type(body).__name__, str(body)
+    match body:
+        case BanksRequest():
+            return to, body.generation, body.term, 0
+        case Naming():
+            return to, body.generation, body.term, 1, body.step
+        case Report():
+            return to, body.generation, body.term, 2, body.rank, body.step, body.kind.value
+        case BanksReport():
+            return to, body.generation, body.term, 3, body.rank, body.at_step, body.own, body.held
 
 
 def _complete(banks: Banks) -> set[Name]:

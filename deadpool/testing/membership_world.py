@@ -246,7 +246,8 @@ def _restored(world: World, view: View, member: MemberId) -> Truth:
         elif view.source is not Source.CHECKPOINT:
             raise OracleViolation(f"5: no plan for rank {rank}")
         copies = copies_of(inventory, rank)
-        inventory = with_copies(inventory, rank, own={rollback}, held=copies.held)
+        kept = sorted(set(copies.own) - {rollback})[:1]  # the other bank
+        inventory = with_copies(inventory, rank, own={rollback, *kept}, held=copies.held)
     return truth.with_inventory(inventory)
 
 

@@ -189,6 +189,8 @@ def _check_members(state: State, view: View) -> None:
         return
     if gone := set(view.slots) & state.fenced:
         raise OracleViolation(f"1: {gone} are gone and hold slots")
+    if view.phase is Phase.RESTORING and view.rollback is None:
+        raise OracleViolation("5: RESTORING without a step to resume from")
     if "" in view.slots and view.phase not in (Phase.ABORTING, Phase.STALLED):
         raise OracleViolation(f"7: {view.phase} with a vacant slot")
     if not set(view.joining) <= set(view.slots):
@@ -219,10 +221,30 @@ def _check_state(truth: Truth, view: View) -> None:
             raise OracleViolation(f"3: given up although {live} is live")
         if truth.protected is not None and truth.lost_since <= truth.replicas:
             raise OracleViolation(f"3: {truth.lost_since} losses were claimed survivable and are not")
-    elif is_restored and truth.protected is not None and truth.lost_since <= truth.replicas:
+    if is_restored and view.source is Source.MEMORY:
+        _check_acked(truth, view)
+    if is_restored and truth.protected is not None and truth.lost_since <= truth.replicas:
         _check_not_older(view, truth.protected)
     if view.phase is Phase.RUNNING:
         _check_resumed(truth, view)
+
+
+def _check_acked(truth: Truth, view: View) -> None:
+    """The step to resume from is live in what was acked in this generation."""
+    copies: list[Inventory] = []
+    for ack in truth.acks:
+        if ack.generation == view.generation and ack.phase is Phase.ABORTING and ack.inventory is not None:
+            of_rollback = tuple(
+                RankCopies(
+                    rank=c.rank,
+                    own=tuple(name for name in c.own if name == view.rollback),
+                    held=tuple(name for name in c.held if name == view.rollback),
+                )
+                for c in ack.inventory.copies
+            )
+            copies.append(replace(ack.inventory, copies=of_rollback))
+    if newest_live_name(view.world_size, copies, truth.groups) is None:
+        raise OracleViolation(f"5: back to {view.rollback}, of which no complete set was acked")
 
 
 def _check_not_older(view: View, protected: Name) -> None:
