@@ -266,7 +266,6 @@ def main() -> None:
         batch_size=BATCH,
         sampler=ShuffledForever(len(windows), rank, world_size),
         num_workers=arguments.num_workers,
-        generator=torch.Generator().manual_seed(SEED + rank),  # an iterator draws its workers' seed from it
     )
     history = LossHistory()
 
