@@ -102,6 +102,17 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert "deadpool/py.typed" in packed
 
 
-def test_a_build_without_the_extension_says_so(tmp_path: Path) -> None:
+def test_a_build_without_the_extension_says_so() -> None:
     said = run(sys.executable, ROOT / "setup.py", "--version", cwd=ROOT, DEADPOOL_BUILD_EXT="0")
     assert "deadpool.communicator._native is not built: DEADPOOL_BUILD_EXT=0 is set" in said
+
+
+def test_a_build_that_finds_no_torch_says_what_to_do() -> None:
+    setup = ROOT / "setup.py"
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['setup.py', '--version']; "
+        f"runpy.run_path({str(setup)!r}, run_name='__main__')"
+    )
+    said = run(sys.executable, "-c", code, cwd=ROOT)
+    assert "torch cannot be imported in the build environment" in said
+    assert "pip install --no-build-isolation" in said
