@@ -93,6 +93,8 @@ class Recorder:
     def on_store(self, method: str, key: str, call: Callable[[], T]) -> T:
         """A call of the default store by the script."""
         answer = call()
+        if method == "set":
+            return answer  # says nothing to the script
         with self._lock:
             self._store.setdefault(f"{method} {key}", []).append(answer)  # type: ignore[arg-type]
         return answer

@@ -120,6 +120,8 @@ class Replayer:
 
     def on_store(self, method: str, key: str, call: Callable[[], T]) -> T:
         """A call of the default store by the script."""
+        if method == "set":
+            return cast(T, None)
         answers = self._store.get(f"{method} {key}")
         if not answers:
             raise ReplayMismatch(f"store.{method}({key!r}) is not in the record; {_CAUSE}")

@@ -4,6 +4,9 @@ User code and frameworks keep asking for "gloo" or "nccl" and every table of tor
 What changes: the constructors that `distributed_c10d` looks up return a handle,
 `ProcessGroup._register_backend` registers a handle as CUSTOM and has it built, and object collectives are
 seen at their own level (object_calls.py).
+
+Known gaps, because the registered type is CUSTOM: `split_group`, `shrink_group` and
+`ProcessGroup._get_sequence_number_for_group` are refused by torch, `ProcessGroup.name()` is "custom".
 """
 
 from __future__ import annotations

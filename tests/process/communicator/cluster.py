@@ -1,4 +1,4 @@
-"""Real processes for the communicator tests: the test plays the agent, each worker runs a scenario function."""
+"""Real processes for the communicator tests: the test plays the agent, workers run a scenario."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Seat:
         self.world_size = world_size
         self.close_fd = close_fd
         self.page_fd = page_fd
-        self._port = port
+        self.port = port
         self._pipe = pipe
 
     def communicators(self, *, timeout_s: float = 120.0, rank: int | None = None) -> Communicators:
@@ -81,7 +81,7 @@ class Seat:
 
     def store(self, generation: int, *, timeout_s: float = 30.0) -> RendezvousStore:
         return RendezvousStore(
-            "127.0.0.1", self._port, token=TOKEN, generation=generation, timeout_s=timeout_s
+            "127.0.0.1", self.port, token=TOKEN, generation=generation, timeout_s=timeout_s
         )
 
     def tell(self, event: str, payload: Any = None) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,15 +17,17 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from deadpool.communicator import _native
+from deadpool.communicator.rendezvous import RendezvousStore
+from deadpool.communicator.rendezvous_wire import Op, Reply
 from deadpool.errors import CollectiveAborted, RebuildTimeout
-from tests.process.communicator.cluster import START_S, Cluster, Seat, run_all, seconds
+from tests.process.communicator.cluster import START_S, TOKEN, Cluster, Seat, run_all, seconds
 
 PROMPT_S = 3.0
 """Far below the 120 s timeout of collectives, far above what a close takes on busy cores."""
 
 
 def all_reduce_value(value: float, group: dist.ProcessGroup | None = None) -> float:
-    tensor = torch.full((1000,), value)
+    tensor = torch.full((1000,), float(value))
     dist.all_reduce(tensor, group=group)
     return tensor[-1].item()
 
@@ -202,36 +205,37 @@ def test_a_worker_ends_at_once_when_its_agent_is_gone() -> None:
 # ---- half-built ----
 
 
-def build_against_a_late_peer(seat: Seat) -> dict[str, Any]:
-    """Rank 1 comes to the gate and then does not connect: rank 0 sits inside gloo's constructor."""
-    from deadpool.communicator import rebuild
+class LateStore(RendezvousStore):
+    """Lets its rank tell its address, then holds it back: its peers sit in gloo's constructor."""
 
+    def __init__(self, seat: Seat, generation: int) -> None:
+        super().__init__("127.0.0.1", seat.port, token=TOKEN, generation=generation, timeout_s=30)
+        self.seat = seat
+
+    def _wait_for(self, op: Op, keys: Sequence[str], timeout_s: float) -> Reply:
+        if not any("/gate/" in key for key in keys):
+            self.seat.tell("stuck")
+            self.seat.hear()
+        return super()._wait_for(op, keys, timeout_s)
+
+
+def build_against_a_late_peer(seat: Seat) -> float:
     communicators = seat.join()
     communicators.close(1)
-    stock = rebuild.make_gloo
-    if seat.rank == 1:
-
-        def stuck(*arguments: Any) -> Any:
-            seat.tell("stuck")
-            seat.hear()
-            return stock(*arguments)
-
-        rebuild.make_gloo = stuck
+    store = LateStore(seat, 2) if seat.rank == 1 else seat.store(2)
     seat.tell("opening")
-    began = time.monotonic()
     try:
-        communicators.open(2, seat.store(2), timeout_s=60)
+        communicators.open(2, store, timeout_s=60)
+        dist.all_reduce(torch.ones(1))  # if rank 0 was the one to connect, it is through the constructor
         error = "none"
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
-    took_s = time.monotonic() - began
-    rebuild.make_gloo = stock
-    seat.tell("left", (error, took_s))
+    seat.tell("left", error)
     seat.hear()
     communicators.open(3, seat.store(3))
     total = all_reduce_value(seat.rank)
     seat.meet("end")
-    return {"sum": total}
+    return total
 
 
 def test_a_close_reaches_communicators_that_are_half_built() -> None:
@@ -244,12 +248,12 @@ def test_a_close_reaches_communicators_that_are_half_built() -> None:
             worker.order_close(2)
         for worker in workers:
             worker.wait_closed(2, PROMPT_S)
-        workers[1].say()  # what it builds now is of a closed generation
+        assert workers[0].wait("left", PROMPT_S).startswith("CollectiveAborted")
+        assert workers[1].wait("left", PROMPT_S).startswith("CollectiveAborted")
         for worker in workers:
-            error, _ = worker.wait("left", PROMPT_S)
-            assert error.startswith("CollectiveAborted")
-            worker.say()
-        assert [worker.wait("result")["sum"] for worker in workers] == [1.0, 1.0]
+            worker.say()  # to the held-back thread, and to the rank
+        workers[1].say()
+        assert [worker.wait("result") for worker in workers] == [1.0, 1.0]
 
 
 def rebuild_alone(seat: Seat) -> str:

@@ -95,7 +95,7 @@ def test_one_thread_waits_while_another_sets_through_the_same_store(rendezvous: 
 def test_a_wait_has_a_deadline_and_names_a_missing_key(rendezvous: Rendezvous) -> None:
     store = rendezvous.store()
     store.set("here", "x")
-    with pytest.raises(dist.DistStoreError, match="1 of 2 keys missing.*'absent'"):
+    with pytest.raises(dist.DistStoreError, match=r"1 of 2 keys missing.*'absent'"):
         store.wait(["here", "absent"], timedelta(seconds=0.1))
 
 
