@@ -7,11 +7,8 @@ own that only hand over (`_post`). Agent death is host loss: the workers die wit
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import secrets
-import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -20,19 +17,16 @@ from typing import Any
 
 import msgspec
 
-from deadpool.communicator.rendezvous_server import RendezvousServer
 from deadpool.config import Config
 from deadpool.core.types import Member, MemberId, Name, Phase, View
 from deadpool.errors import DeadPoolError, ExitCode, StoreUnavailable
 from deadpool.events import EventLog
-from deadpool.membership.claim import claim_job
-from deadpool.membership.etcd import EtcdConfig, EtcdStore, parse_endpoints
+from deadpool.membership.etcd import EtcdStore
 from deadpool.membership.lease import LeaseKeeper
 from deadpool.membership.records import (
     AckPut,
     FaultPut,
     FinishedPut,
-    JobClaim,
     LeaderGone,
     LeaderPut,
     MemberGone,
@@ -46,52 +40,37 @@ from deadpool.membership.records import (
 from deadpool.membership.registry import Registry
 from deadpool.membership.store import Lease, Watch
 from deadpool.runtime.checkpointing import CheckpointCallbacks, CheckpointTier, checkpoint_root
+from deadpool.runtime.courier import Courier, Recipients
+from deadpool.runtime.ending import AgentEnd, Ending, EndingCallbacks, Replaced
+from deadpool.runtime.endpoints import etcd_config, own_address
 from deadpool.runtime.fetch import Fetcher
-from deadpool.runtime.host import Host, HostCallbacks, HostParts, first_name
+from deadpool.runtime.host import Host, HostCallbacks
 from deadpool.runtime.leadership import Leadership
 from deadpool.runtime.messages import (
-    Control,
     Heartbeat,
-    Relay,
-    ShardWritten,
-    Stalled,
-    StallQuery,
 )
+from deadpool.runtime.parts import HostParts, first_name
 from deadpool.runtime.peers import Peers, PeersCallbacks
 from deadpool.runtime.protection import Protection, ProtectionCallbacks
+from deadpool.runtime.protection_log import ProtectionLog
 from deadpool.runtime.push import HolderPusher
-from deadpool.runtime.result import note_agent, write_result
-from deadpool.runtime.stalls import Stalls, ranks_of
+from deadpool.runtime.result import note_agent
+from deadpool.runtime.servers import Servers, StreamCallbacks
+from deadpool.runtime.stalls import Stalls
+from deadpool.runtime.starting import claim_token, describe_member
 from deadpool.runtime.status import describe
 from deadpool.runtime.workforce import Worker, WorkerState, Workforce, WorkforceCallbacks
 from deadpool.runtime.writer import RegistryWriter
-from deadpool.store.checkpoint import Shard
-from deadpool.store.data_server import DataServer
 from deadpool.store.host_memory import HostMemoryStore
-from deadpool.store.replication import Replicator
-from deadpool.store.tcp import TcpTransport
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 LEAD_RETRY_S = 0.5
 STOP_WORKERS_S = 5.0
-FLUSH_LIMIT_S = 10.0  # SIGTERM: Slurm and Kubernetes kill 30 s after it
 PROGRESS_CHECK_S = 0.25
 LONG_WAIT_S = 30.0
 START_TIMEOUT_S = 300.0  # imports of the workers on a slow file system
-
-
-class _End(Exception):
-    """Unwinds the main loop: this agent is done."""
-
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
-
-
-class Replaced(Exception):
-    """This incarnation was replaced; its host may come back as a new one."""
 
 
 class Agent:
@@ -116,17 +95,12 @@ class Agent:
         self.log = EventLog(
             run_dir / f"events-{self.id}.jsonl", run_id or config.job.job_id, self.id, console=self._say
         )
-        self.address = config.run.address or _own_address(config.membership.etcd)
+        self.address = config.run.address or own_address(config.membership)
         self._members: dict[MemberId, Member] = {}
         self._reached = False
-        self._ending: View | None = None
-        self._worker_codes: dict[int, int] = {}
         self._signal = 0
-        self._terminate_by_s = 0.0  # SIGTERM was heard: the snapshot is flushed until then
         self._has_servers = False
-        self._checkpointed_step = 0
         self._view_revision = 0
-        self.degraded: dict[str, float] = {}  # reason -> since when
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run a function on the main thread. From any thread; never blocks."""
@@ -145,7 +119,7 @@ class Agent:
         try:
             self._start()
             self._loop()
-        except _End as end:
+        except AgentEnd as end:
             return end.code
         finally:
             self._close()
@@ -153,7 +127,7 @@ class Agent:
 
     def _build(self) -> None:
         config = self.config
-        self.store_client = EtcdStore(_etcd_config(config))
+        self.store_client = EtcdStore(etcd_config(config.membership))
         self.registry = Registry(self.store_client, config.job.job_id)
         self.writer = RegistryWriter()
         self.memory = HostMemoryStore(self.id)
@@ -163,7 +137,7 @@ class Agent:
             self.writer,
             config,
             self.log,
-            query_stall=self._query_stall,
+            query_stall=lambda generation: self.courier.query_stall(generation),
             find_checkpoint=lambda: self.checkpoints.find() if config.checkpoint.dir else None,
         )
         self.workforce = Workforce(
@@ -174,7 +148,19 @@ class Agent:
                 message=lambda worker, message: self.host.on_message(worker, message),
                 parked=self._on_parked,
                 lost=lambda worker, cause: self._on_lost(worker, cause),
-                ended=self._on_worker_ended,
+                ended=lambda worker, code: self.ending.worker_ended(worker, code),
+            ),
+        )
+        self.ending = Ending(
+            self.run_dir,
+            self.workforce,
+            self.log,
+            EndingCallbacks(
+                pid_of=lambda member: self._members[member].pid if member in self._members else None,
+                protected=lambda: self.protection.protected,
+                ranks=lambda: self.host.ranks(),
+                begun=lambda: self.peers.stop_judging(),
+                summarise=self._summarise,
             ),
         )
         self.stalls = Stalls(self.id, config.liveness, self.workforce, self.log)
@@ -184,21 +170,18 @@ class Agent:
     def _start(self) -> None:
         config = self.config
         self.store_client.connect()
-        claim = claim_job(
-            self.registry,
-            JobClaim(
-                run_id=self._run_id,
-                token=self._token,
-                n_members=config.job.nnodes + config.job.spares,
-                claimed_by=f"{socket.gethostname()}:{os.getpid()}",
-            ),
-            config.membership.lease_ttl_s,
-        )
-        self._token = claim.token
+        self._token = claim_token(self.registry, config, self._run_id, self._token)
         self.workforce.start(config.job.nproc_per_node)
         self._start_servers()
         self._wait_until_parked()
-        self.member = self._describe()
+        self.member = describe_member(
+            self.id,
+            self.host_label,
+            (self.address, self._control_port),
+            self.servers,
+            config,
+            self.workforce.versions,
+        )
         self._make_parts()
         self.lease = LeaseKeeper(
             self.store_client,
@@ -213,19 +196,17 @@ class Agent:
         self.peers.start_watching()
 
     def _start_servers(self) -> None:
-        self.rendezvous = RendezvousServer(self.address, self._token)
-        self._rendezvous_port = self.rendezvous.start()
-        self.transport = TcpTransport(self._token, bind_host=self.address)
-        self.server = DataServer(self.memory, self.transport)
-        _, self._data_port = self.server.start()
-        self.replicator = Replicator(
+        self.servers = Servers(
+            self.address,
+            self._token,
             self.memory,
-            self.transport,
-            address_of=self._data_address,
-            on_held=lambda rank, name: self.post(self._pusher.acked, rank, name),
-            on_failed=lambda rank, name, why: self.post(self._on_push_failed, rank, name, why),
+            self.config.store,
+            StreamCallbacks(
+                address_of=self._data_address,
+                held=lambda rank, name: self.post(self._pusher.acked, rank, name),
+                failed=lambda rank, name, why: self.post(self._on_push_failed, rank, name, why),
+            ),
         )
-        self.replicator.start()
         self.peers = Peers(
             self.id,
             self.address,
@@ -235,7 +216,7 @@ class Agent:
             PeersCallbacks(
                 post=self.post,
                 heartbeat=self._heartbeat,
-                message=self._on_control,
+                message=lambda sender, message: self.courier.on_message(sender, message),
                 silent=self.leadership.on_silent,
                 status=lambda: msgspec.msgpack.encode(describe(self)),
             ),
@@ -251,31 +232,48 @@ class Agent:
             self.log,
             post=self.post,
             callbacks=CheckpointCallbacks(
-                written=self._on_shard_written,
+                written=lambda name, shard: self.courier.shard_written(name, shard),
                 completed=lambda name: self.leadership.act(lambda leader: leader.checkpoint_found(name)),
                 may_write=lambda: self.lease is not None and not self.lease.is_overdue,
             ),
         )
+        self.protection_log = ProtectionLog(
+            self.log,
+            self.config.checkpoint.every,
+            save=lambda name: self.checkpoints.save(self.host.ranks(), name),
+            generation=self._generation,
+        )
         self._pusher = HolderPusher(
-            self.replicator, held=lambda rank, name: self.post(self.protection.holder_acked, rank, name)
+            self.servers.replicator,
+            held=lambda rank, name: self.post(self.protection.holder_acked, rank, name),
         )
         self.protection = Protection(
             self.id,
             self.memory,
             self._pusher,
             ProtectionCallbacks(
-                send=self._send_relay,
+                send=lambda member, relay: self.courier.send(member, relay),
                 leader=lambda: self.leadership.leader_id,
                 tell_worker=self._tell_worker,
                 finished_step=self._finished_step,
-                committed=self._on_committed,
-                refused=lambda rank, step, why: self.log.emit(
-                    "snapshot.refused", generation=self._generation(), rank=rank, step=step, reason=why
-                ),
+                committed=self.protection_log.committed,
+                refused=self.protection_log.refused,
                 held=lambda rank, name: self.host.on_held(rank, name),
             ),
         )
-        self.fetcher = Fetcher(self.transport, self.memory, lambda: dict(self._members), self.post)
+        self.courier = Courier(
+            self.id,
+            self.peers,
+            Recipients(
+                protection=self.protection,
+                leadership=self.leadership,
+                checkpoints=self.checkpoints,
+                stalls=self.stalls,
+            ),
+            self._generation,
+            self.post,
+        )
+        self.fetcher = Fetcher(self.servers.transport, self.memory, lambda: dict(self._members), self.post)
         self.host = Host(
             self.member,
             self._token,
@@ -285,36 +283,21 @@ class Agent:
                 registry=self.registry,
                 writer=self.writer,
                 store=self.memory,
-                server=self.server,
+                server=self.servers.data,
                 workforce=self.workforce,
                 protection=self.protection,
                 fetcher=self.fetcher,
                 checkpoints=self.checkpoints,
                 log=self.log,
-                stop_streams=self.replicator.set_generation,
+                stop_streams=self.servers.replicator.set_generation,
             ),
             HostCallbacks(
                 members=lambda: self._members,
                 replaced=self._on_replaced,
-                ended=self._on_ended,
+                ended=self.ending.on_view,
                 broken=self._on_broken,
-                rendezvous_generation=self.rendezvous.set_generation,
+                rendezvous_generation=self.servers.rendezvous.set_generation,
             ),
-        )
-
-    def _describe(self) -> Member:
-        return Member(
-            id=self.id,
-            host=self.host_label,
-            address=self.address,
-            control_port=self._control_port,
-            data_port=self._data_port,
-            rendezvous_port=self._rendezvous_port,
-            nproc=self.config.job.nproc_per_node,
-            node_rank=self.config.run.node_rank,
-            domain=self.config.run.domain,
-            versions=tuple(sorted(self.workforce.versions.items())),
-            pid=os.getpid(),
         )
 
     def _enrol(self, lease: Lease, again: bool) -> None:
@@ -331,6 +314,8 @@ class Agent:
                 raise DeadPoolError(
                     f"the workers of {self.host_label} did not start within {START_TIMEOUT_S:g} s"
                 )
+            self.ending.signal = self._signal
+            self.ending.check_signal(None)
             self._take(TICK_S)
         if any(worker.state is not WorkerState.PARKED for worker in self.workforce.workers):
             raise DeadPoolError(
@@ -354,18 +339,19 @@ class Agent:
         function(*arguments)
 
     def _tick(self, now_s: float) -> None:
-        if self._signal:
-            self._end_by_signal()
+        self.ending.signal = self._signal
+        self.ending.check_signal(self.checkpoints)
         self.workforce.tick()
         self.host.tick()
         self.protection.tick()
         self._check_lease()
-        if self._ending is None and self.stalls.check(self.host.view):
-            self._send_stalled()
-        lease = self.lease if self._reached and self._ending is None else None
-        if lease is not None and self.leadership.tick(lease.lease):
-            self._lead_protection()
-        self._check_all_ended()
+        if self.ending.view is None and self.stalls.check(self.host.view):
+            self.courier.report_stall()
+        lease = self.lease if self._reached and self.ending.view is None else None
+        if lease is not None:
+            self.leadership.tick(lease.lease)
+        self._lead_protection()
+        self.ending.check()
 
     def _close(self) -> None:
         """End everything this agent owns, within bounds."""
@@ -375,9 +361,7 @@ class Agent:
             self.checkpoints.close()
         self.workforce.stop_all(STOP_WORKERS_S)
         if self._has_servers:
-            self.replicator.close()
-            self.transport.close()
-            self.rendezvous.close()
+            self.servers.close()
         self.writer.close()
         if self.watch is not None:
             self.watch.close()
@@ -394,7 +378,7 @@ class Agent:
     # ---- registry ------------------------------------------------------------------------------------
 
     def _on_registry(self, event: RegistryEvent) -> None:
-        if self._terminate_by_s:
+        if self.ending.is_flushing:
             return  # hosts that end for the same signal are no losses
         match event:
             case MemberPut(member=member):
@@ -415,7 +399,7 @@ class Agent:
                     self._view_revision = revision
                     self._on_view(view)
             case ViewGone():
-                if self._ending is None:
+                if self.ending.view is None:
                     self._on_replaced("the job's records were erased")
             case AckPut(ack=ack):
                 self.leadership.act(lambda leader: leader.acked(ack))
@@ -443,12 +427,14 @@ class Agent:
         self.host.on_view(view)
         if view.phase is Phase.RUNNING:
             self.stalls.start(self.host.ranks())
-            self._lead_protection()
         else:
             self.stalls.stop()
 
     def _lead_protection(self) -> None:
-        """The leader names steps, also if it is a spare."""
+        """The leader names steps, also if it is a spare.
+
+        From the tick after RUNNING was seen: by then the others have seen it, too.
+        """
         view, leader = self.host.view, self.leadership.leader
         if leader is None or view is None or view.phase is not Phase.RUNNING:
             return
@@ -457,40 +443,13 @@ class Agent:
 
     # ---- protection ----------------------------------------------------------------------------------
 
-    def _on_shard_written(self, name: Name, shard: Shard) -> None:
-        """A shard of this host is durable: the leader waits for it."""
-        message = ShardWritten(generation=self._generation(), name=name, shard=shard)
-        if self.leadership.leader is not None:
-            self._on_shard(message)
-        elif self.leadership.leader_id:
-            self.peers.send(self.leadership.leader_id, message)
-
-    def _on_shard(self, message: ShardWritten) -> None:
-        if self.leadership.leader is not None:
-            self.checkpoints.shard_written(message.name, message.shard)
-
-    def _on_committed(self, name: Name) -> None:
-        every = self.config.checkpoint.every
-        if every and name.step // every > self._checkpointed_step // every:
-            self._checkpointed_step = name.step
-            self.checkpoints.save(self.host.ranks(), name)
-        self.log.emit("snapshot.committed", generation=self._generation(), step=name.step)
-        if self.degraded:
-            self.degraded.clear()
-            self.log.emit("snapshot.protected", generation=self._generation(), step=name.step)
+    def _on_held(self, rank: int, name: Name) -> None:
+        """Posted, because a push may call it while the commit machine runs."""
+        self.post(self.protection.holder_acked, rank, name)
 
     def _on_push_failed(self, rank: int, name: Name, why: str) -> None:
-        self.log.emit(
-            "snapshot.degraded", generation=self._generation(), rank=rank, step=name.step, reason=why
-        )
-        self.degraded[why] = time.monotonic()
+        self.protection_log.failed(rank, name.step, why)
         self.protection.replication_failed(rank, name, why)
-
-    def _send_relay(self, member: MemberId, relay: Relay) -> None:
-        if member == self.id:
-            self.post(self.protection.relayed, relay)
-        else:
-            self.peers.send(member, relay)
 
     def _tell_worker(self, rank: int, message: Any) -> None:
         worker = self.workforce.by_rank(rank)
@@ -519,37 +478,6 @@ class Agent:
             reaches_store=self.lease is not None and self.lease.reaches_store,
         )
 
-    def _on_control(self, sender: MemberId, message: Control) -> None:
-        match message:
-            case Relay(generation=generation):
-                if generation == self._generation():
-                    self.protection.relayed(message)
-            case Stalled():
-                self._on_stalled(message)
-            case ShardWritten():
-                self._on_shard(message)
-            case StallQuery(generation=generation):
-                if generation == self._generation():
-                    self._send_stalled()
-            case _:
-                pass
-
-    # ---- progress ------------------------------------------------------------------------------------
-
-    def _query_stall(self, generation: int) -> None:
-        self.peers.broadcast(StallQuery(generation=generation))
-        self._send_stalled()
-
-    def _send_stalled(self) -> None:
-        message = self.stalls.report(self._generation())
-        if self.leadership.leader is not None:
-            self.post(self._on_stalled, message)
-        elif self.leadership.leader_id:
-            self.peers.send(self.leadership.leader_id, message)
-
-    def _on_stalled(self, message: Stalled) -> None:
-        self.leadership.act(lambda leader: leader.stalled(message.generation, ranks_of(message)))
-
     # ---- fencing and the end -------------------------------------------------------------------------
 
     def _check_lease(self) -> None:
@@ -563,7 +491,7 @@ class Agent:
             self._on_replaced("its lease ran out and it reaches neither the control plane nor a peer")
 
     def _on_replaced(self, why: str) -> None:
-        if self._ending is None:
+        if self.ending.view is None:
             self.log.emit("member.fenced", generation=self._generation(), reason=why)
             raise Replaced(why)
 
@@ -581,44 +509,14 @@ class Agent:
             )
 
     def _on_broken(self, why: str) -> None:
-        raise _End(int(ExitCode.USER_ERROR), why)
-
-    def _on_ended(self, view: View) -> None:
-        if self._ending is not None:
-            return
-        self._ending = view
-        self.peers.stop_judging()
-        pids = [self._members[member].pid for member in view.slots if member in self._members]
-        write_result(self.run_dir, view, pids)
-        if view.phase is Phase.FINISHED:
-            self.workforce.finish(view.generation)
-        else:
-            self.workforce.exit_all(view.exit_code or int(ExitCode.USER_ERROR), view.reason)
-
-    def _on_worker_ended(self, worker: Worker, code: int) -> None:
-        self._worker_codes[worker.rank] = code
-
-    def _check_all_ended(self) -> None:
-        view = self._ending
-        if view is None:
-            return
-        if view.phase is Phase.FINISHED and any(
-            worker.state is not WorkerState.GONE for worker in self.workforce.workers
-        ):
-            return  # scripts may go on after wrap
-        bad = [code for code in self._worker_codes.values() if code]
-        code = view.exit_code or (int(ExitCode.USER_ERROR) if bad else 0)
-        self._summarise()
-        self.log.emit("run.finished", generation=view.generation, exit_code=code, reason=view.reason)
-        raise _End(code, view.reason)
+        raise AgentEnd(int(ExitCode.USER_ERROR), why)
 
     def _summarise(self) -> None:
-        sent = self.replicator.metrics.as_dict().get("bytes_sent", 0)
         protected = self.protection.protected
         self.log.emit(
             "agent.summary",
             generation=self._generation(),
-            bytes_sent=sent,
+            bytes_sent=self.servers.bytes_sent,
             host_memory_bytes=self.memory.memory_bytes(),
             protected_step=protected.step if protected else None,
         )
@@ -627,45 +525,5 @@ class Agent:
         """Signal handler's part: noticed at the next tick."""
         self._signal = number
 
-    def _end_by_signal(self) -> None:
-        """Ctrl-C ends at once; SIGTERM (pre-emption) first makes the last protected step durable."""
-        if self._signal == signal.SIGINT:
-            raise _End(int(ExitCode.INTERRUPTED), "Ctrl-C")
-        protected = self.protection.protected
-        now_s = time.monotonic()
-        if protected is None or self.host.slot is None:
-            raise _End(int(ExitCode.TERMINATED), "SIGTERM")
-        if not self._terminate_by_s:
-            self._terminate_by_s = now_s + FLUSH_LIMIT_S
-            self.peers.stop_judging()
-            self.checkpoints.save(self.host.ranks(), protected)
-        if self.checkpoints.is_durable(protected) or now_s > self._terminate_by_s:
-            raise _End(int(ExitCode.TERMINATED), "SIGTERM")
-
     def _say(self, line: str) -> None:
         print(f"[{self.host_label}] {line}", file=sys.stderr, flush=True)
-
-
-def _etcd_config(config: Config) -> EtcdConfig:
-    m = config.membership
-    return EtcdConfig(
-        endpoints=parse_endpoints(",".join(m.etcd)),
-        ca_file=Path(m.ca) if m.ca else None,
-        cert_file=Path(m.cert) if m.cert else None,
-        key_file=Path(m.key) if m.key else None,
-        user=m.user or None,
-        password=m.password or None,
-    )
-
-
-def _own_address(endpoints: tuple[str, ...]) -> str:
-    """The address that this host uses towards etcd: peers reach it there too."""
-    host, _, port = (endpoints[0] if endpoints else "127.0.0.1:2379").rpartition(":")
-    host = host.removeprefix("http://").removeprefix("https://")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host or "127.0.0.1", int(port)))
-        except OSError:
-            return "127.0.0.1"
-        address: str = probe.getsockname()[0]
-        return address

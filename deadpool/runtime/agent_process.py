@@ -11,7 +11,8 @@ from types import FrameType
 
 from deadpool.config import Config
 from deadpool.errors import ConfigError, DeadPoolError, ExitCode, StoreUnavailable
-from deadpool.runtime.agent import Agent, Replaced
+from deadpool.runtime.agent import Agent
+from deadpool.runtime.ending import Replaced
 
 
 def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str = "") -> int:

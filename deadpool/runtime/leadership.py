@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from deadpool.config import Config
 from deadpool.core import membership
-from deadpool.core.types import MemberId, Name, View
+from deadpool.core.types import MemberId, Name
 from deadpool.errors import LeaseLost, StoreUnavailable
 from deadpool.events import EventLog
 from deadpool.membership.records import Term
@@ -60,20 +60,19 @@ class Leadership:
         self._next_try_s = 0.0
         self._silence: dict[MemberId, set[MemberId]] = {}  # of leaders: member -> who observed it
 
-    def tick(self, lease: Lease) -> bool:
-        """Lead on, or campaign if nobody leads. True: this agent has just been elected."""
+    def tick(self, lease: Lease) -> None:
+        """Lead on, or campaign if nobody leads."""
         if self.leader is not None:
             self.act(lambda leader: leader.tick())
-            return False
+            return
         now_s = time.monotonic()
         if now_s < self._next_try_s or self.leader_id not in ("", self._member):
-            return False
+            return
         self._next_try_s = now_s + RETRY_S
         try:
-            return self._campaign(lease)
+            self._campaign(lease)
         except (StoreUnavailable, LeaseLost, LeadershipLost) as error:
             self._drop(str(error))
-            return False
 
     def act(self, what: Callable[[Leader], None]) -> None:
         """Do something as leader; nothing if this agent does not lead."""
@@ -113,10 +112,10 @@ class Leadership:
                 message.generation, "eviction of the leader", lambda: self._registry.evict(member)
             )
 
-    def _campaign(self, lease: Lease) -> bool:
+    def _campaign(self, lease: Lease) -> None:
         term = self._registry.campaign(self._member, lease)
         if term is None:
-            return False
+            return
         job = self._config.job
         leader = Leader(
             self._registry,
@@ -132,16 +131,12 @@ class Leadership:
         self._log.emit("leader.elected", term=term)
         quarantined = tuple(each.host for each in self._registry.quarantined())
         leader.start(self._registry.members(), quarantined, self._find_checkpoint())
-        return True
 
     def _drop(self, why: str) -> None:
         if self.leader is not None:
             self._log.emit("leader.lost", term=self.leader.term, reason=why)
             self.leader = None
             self._next_try_s = time.monotonic() + RETRY_S
-
-    def view(self) -> View | None:
-        return self.leader.view if self.leader is not None else None
 
 
 def limits_of(config: Config) -> membership.Limits:

@@ -46,7 +46,7 @@ def describe(agent: Agent) -> AgentStatus:
             generation=protected.generation,
             age_s=time.monotonic() - protection.protected_since_s,
         ),
-        degraded=tuple(agent.degraded),
+        degraded=agent.protection_log.degraded,
         memory_bytes=agent.memory.memory_bytes(),
-        bytes_sent=agent.replicator.metrics.as_dict().get("bytes_sent", 0),
+        bytes_sent=agent.servers.bytes_sent,
     )

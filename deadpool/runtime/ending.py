@@ -1,0 +1,117 @@
+"""How an agent comes to its end: the job's last View, a signal, or its own replacement."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deadpool.core.types import MemberId, Name, Phase, View
+from deadpool.errors import ExitCode
+from deadpool.events import EventLog
+from deadpool.runtime.checkpointing import CheckpointTier
+from deadpool.runtime.result import write_result
+from deadpool.runtime.workforce import Worker, WorkerState, Workforce
+
+FLUSH_LIMIT_S = 10.0  # SIGTERM: Slurm and Kubernetes kill 30 s after it
+
+
+class AgentEnd(Exception):
+    """Unwinds the main loop: this agent is done."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Replaced(Exception):
+    """This incarnation was replaced; its host may come back as a new one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndingCallbacks:
+    """What the end needs to know, and whom it tells."""
+
+    pid_of: Callable[[MemberId], int | None]
+    protected: Callable[[], Name | None]
+    ranks: Callable[[], range]  # of this host's slot; empty for a spare
+    begun: Callable[[], None]  # the end has begun: hosts that leave are no news
+    summarise: Callable[[], None]
+
+
+class Ending:
+    """The end of one agent, on its main thread.
+
+    Args:
+        run_dir: folder of the run.
+        workforce: workers of this host.
+        log: event log.
+        callbacks: see EndingCallbacks.
+    """
+
+    def __init__(
+        self, run_dir: Path, workforce: Workforce, log: EventLog, callbacks: EndingCallbacks
+    ) -> None:
+        self.view: View | None = None  # the last one
+        self.signal = 0
+        self._flush_by_s = 0.0
+        self._run_dir = run_dir
+        self._workforce = workforce
+        self._log = log
+        self._callbacks = callbacks
+        self._codes: dict[int, int] = {}
+
+    @property
+    def is_flushing(self) -> bool:
+        """SIGTERM was heard; the last protected step is being made durable."""
+        return self._flush_by_s > 0.0
+
+    def on_view(self, view: View) -> None:
+        """FINISHED or HALTED."""
+        if self.view is not None:
+            return
+        self.view = view
+        self._callbacks.begun()
+        pids = [self._callbacks.pid_of(member) for member in view.slots]
+        write_result(self._run_dir, view, [pid for pid in pids if pid is not None])
+        if view.phase is Phase.FINISHED:
+            self._workforce.finish(view.generation)
+        else:
+            self._workforce.exit_all(view.exit_code or int(ExitCode.USER_ERROR), view.reason)
+
+    def worker_ended(self, worker: Worker, code: int) -> None:
+        self._codes[worker.rank] = code
+
+    def check(self) -> None:
+        """Raise AgentEnd once nothing is left to wait for. Scripts may go on after `wrap`."""
+        view = self.view
+        if view is None:
+            return
+        if view.phase is Phase.FINISHED and any(
+            worker.state is not WorkerState.GONE for worker in self._workforce.workers
+        ):
+            return
+        failed = any(self._codes.values())
+        code = view.exit_code or (int(ExitCode.USER_ERROR) if failed else 0)
+        self._callbacks.summarise()
+        self._log.emit("run.finished", generation=view.generation, exit_code=code, reason=view.reason)
+        raise AgentEnd(code, view.reason)
+
+    def check_signal(self, checkpoints: CheckpointTier | None) -> None:
+        """Ctrl-C ends at once; SIGTERM (pre-emption) first makes the last protected step durable."""
+        if not self.signal:
+            return
+        if self.signal == signal.SIGINT:
+            raise AgentEnd(int(ExitCode.INTERRUPTED), "Ctrl-C")
+        protected = self._callbacks.protected()
+        if checkpoints is None or protected is None or not self._callbacks.ranks():
+            raise AgentEnd(int(ExitCode.TERMINATED), "SIGTERM")
+        now_s = time.monotonic()
+        if not self._flush_by_s:
+            self._flush_by_s = now_s + FLUSH_LIMIT_S
+            self._callbacks.begun()
+            checkpoints.save(self._callbacks.ranks(), protected)
+        if checkpoints.is_durable(protected) or now_s > self._flush_by_s:
+            raise AgentEnd(int(ExitCode.TERMINATED), "SIGTERM")

@@ -1,0 +1,69 @@
+"""What an agent does before it registers: claim the job, and say who it is."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+from deadpool.config import Config
+from deadpool.core.types import Member, MemberId
+from deadpool.membership.claim import claim_job
+from deadpool.membership.records import JobClaim
+from deadpool.membership.registry import Registry
+from deadpool.runtime.servers import Servers
+
+
+def claim_token(registry: Registry, config: Config, run_id: str, token: str) -> str:
+    """Claim the job id, or join the job that has it; returns the job's token.
+
+    Args:
+        registry: of the job id.
+        config: configuration of the job.
+        run_id: equal for all agents of one launch; "" if they are started one by one.
+        token: proposed by this agent; the first agent's counts.
+
+    Raises:
+        ConfigError: a live job has this id.
+        StoreUnavailable: the control plane does not answer.
+    """
+    claim = JobClaim(
+        run_id=run_id,
+        token=token,
+        n_members=config.job.nnodes + config.job.spares,
+        claimed_by=f"{socket.gethostname()}:{os.getpid()}",
+    )
+    return claim_job(registry, claim, config.membership.lease_ttl_s).token
+
+
+def describe_member(
+    member: MemberId,
+    host: str,
+    address: tuple[str, int],
+    servers: Servers,
+    config: Config,
+    versions: Mapping[str, str],
+) -> Member:
+    """What this agent registers as.
+
+    Args:
+        member: this incarnation.
+        host: label of this host.
+        address: where peers send control messages.
+        servers: what else it listens with.
+        config: configuration of the job.
+        versions: of the packages that must agree across hosts.
+    """
+    return Member(
+        id=member,
+        host=host,
+        address=address[0],
+        control_port=address[1],
+        data_port=servers.data_port,
+        rendezvous_port=servers.rendezvous_port,
+        nproc=config.job.nproc_per_node,
+        node_rank=config.run.node_rank,
+        domain=config.run.domain,
+        versions=tuple(sorted(versions.items())),
+        pid=os.getpid(),
+    )
