@@ -19,7 +19,7 @@ import msgspec
 
 from deadpool.config import Config
 from deadpool.core.types import Member, MemberId, Name, Phase, View
-from deadpool.errors import DeadPoolError, ExitCode, StoreUnavailable
+from deadpool.errors import DeadPoolError, StoreUnavailable
 from deadpool.events import EventLog
 from deadpool.membership.etcd import EtcdStore
 from deadpool.membership.lease import LeaseKeeper
@@ -59,6 +59,7 @@ from deadpool.runtime.servers import Servers, StreamCallbacks
 from deadpool.runtime.stalls import Stalls
 from deadpool.runtime.starting import claim_token, describe_member
 from deadpool.runtime.status import describe
+from deadpool.runtime.waits import LongWaits
 from deadpool.runtime.workforce import Worker, WorkerState, Workforce, WorkforceCallbacks
 from deadpool.runtime.writer import RegistryWriter
 from deadpool.store.host_memory import HostMemoryStore
@@ -66,10 +67,7 @@ from deadpool.store.host_memory import HostMemoryStore
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-LEAD_RETRY_S = 0.5
 STOP_WORKERS_S = 5.0
-PROGRESS_CHECK_S = 0.25
-LONG_WAIT_S = 30.0
 START_TIMEOUT_S = 300.0  # imports of the workers on a slow file system
 
 
@@ -98,9 +96,9 @@ class Agent:
         self.address = config.run.address or own_address(config.membership)
         self._members: dict[MemberId, Member] = {}
         self._reached = False
-        self._signal = 0
         self._has_servers = False
         self._view_revision = 0
+        self._build()
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run a function on the main thread. From any thread; never blocks."""
@@ -115,7 +113,6 @@ class Agent:
             Replaced: this incarnation is over.
             DeadPoolError: it could not start.
         """
-        self._build()
         try:
             self._start()
             self._loop()
@@ -163,6 +160,7 @@ class Agent:
                 summarise=self._summarise,
             ),
         )
+        self.waits = LongWaits(config, self.log, self.workforce)
         self.stalls = Stalls(self.id, config.liveness, self.workforce, self.log)
         self.lease: LeaseKeeper | None = None
         self.watch: Watch | None = None
@@ -254,8 +252,8 @@ class Agent:
             ProtectionCallbacks(
                 send=lambda member, relay: self.courier.send(member, relay),
                 leader=lambda: self.leadership.leader_id,
-                tell_worker=self._tell_worker,
-                finished_step=self._finished_step,
+                tell_worker=self.workforce.tell,
+                finished_step=self.workforce.finished_step,
                 committed=self.protection_log.committed,
                 refused=self.protection_log.refused,
                 held=lambda rank, name: self.host.on_held(rank, name),
@@ -295,7 +293,7 @@ class Agent:
                 members=lambda: self._members,
                 replaced=self._on_replaced,
                 ended=self.ending.on_view,
-                broken=self._on_broken,
+                broken=self.ending.give_up,
                 rendezvous_generation=self.servers.rendezvous.set_generation,
             ),
         )
@@ -311,25 +309,17 @@ class Agent:
         deadline = time.monotonic() + START_TIMEOUT_S
         while any(worker.state is WorkerState.STARTING for worker in self.workforce.workers):
             if time.monotonic() > deadline:
-                raise DeadPoolError(
-                    f"the workers of {self.host_label} did not start within {START_TIMEOUT_S:g} s"
-                )
-            self.ending.signal = self._signal
+                raise DeadPoolError(f"workers of {self.host_label} took over {START_TIMEOUT_S:g} s to start")
             self.ending.check_signal(None)
             self._take(TICK_S)
-        if any(worker.state is not WorkerState.PARKED for worker in self.workforce.workers):
-            raise DeadPoolError(
-                f"a worker of {self.host_label} did not pass its self-test; see its output above"
-            )
 
     def _loop(self) -> None:
-        next_tick = 0.0
+        next_tick_s = 0.0
         while True:
             self._take(TICK_S)
-            now_s = time.monotonic()
-            if now_s >= next_tick:
-                next_tick = now_s + TICK_S
-                self._tick(now_s)
+            if time.monotonic() >= next_tick_s:
+                next_tick_s = time.monotonic() + TICK_S
+                self._tick()
 
     def _take(self, timeout_s: float) -> None:
         try:
@@ -338,8 +328,7 @@ class Agent:
             return
         function(*arguments)
 
-    def _tick(self, now_s: float) -> None:
-        self.ending.signal = self._signal
+    def _tick(self) -> None:
         self.ending.check_signal(self.checkpoints)
         self.workforce.tick()
         self.host.tick()
@@ -351,6 +340,7 @@ class Agent:
         if lease is not None:
             self.leadership.tick(lease.lease)
         self._lead_protection()
+        self.waits.tick(self.host.view, len(self._members))
         self.ending.check()
 
     def _close(self) -> None:
@@ -383,15 +373,16 @@ class Agent:
         match event:
             case MemberPut(member=member):
                 self._members[member.id] = member
-                self._members_changed()
+                self.peers.set_members(self._members)
                 self.leadership.act(lambda leader: leader.joined(member))
             case MemberGone(member_id=member_id):
                 if member_id != self.id:
                     self._members.pop(member_id, None)
-                    self._members_changed()
+                    self.peers.set_members(self._members)
                 self.leadership.act(lambda leader: leader.lease_expired(member_id))
             case LeaderPut(member_id=member_id, term=term):
                 self.leadership.on_leader(member_id, term)
+                self.peers.repeat_observations()
             case LeaderGone():
                 self.leadership.on_vacant()
             case ViewPut(view=view, revision=revision):
@@ -416,9 +407,6 @@ class Agent:
                 self.log.emit("store.unreachable", reason=problem)
             case _:
                 pass
-
-    def _members_changed(self) -> None:
-        self.peers.set_members(self._members)
 
     def _on_view(self, view: View) -> None:
         if view.phase is Phase.ABORTING:
@@ -450,15 +438,6 @@ class Agent:
     def _on_push_failed(self, rank: int, name: Name, why: str) -> None:
         self.protection_log.failed(rank, name.step, why)
         self.protection.replication_failed(rank, name, why)
-
-    def _tell_worker(self, rank: int, message: Any) -> None:
-        worker = self.workforce.by_rank(rank)
-        if worker is not None:
-            worker.handle.send(message)
-
-    def _finished_step(self, rank: int) -> int:
-        worker = self.workforce.by_rank(rank)
-        return worker.handle.page.sample().finished_step if worker is not None else 0
 
     def _data_address(self, member: MemberId) -> tuple[str, int] | None:
         found = self._members.get(member)
@@ -508,9 +487,6 @@ class Agent:
                 f"a worker of {self.host_label} {cause} before it was ready; see its output above"
             )
 
-    def _on_broken(self, why: str) -> None:
-        raise AgentEnd(int(ExitCode.USER_ERROR), why)
-
     def _summarise(self) -> None:
         protected = self.protection.protected
         self.log.emit(
@@ -520,10 +496,6 @@ class Agent:
             host_memory_bytes=self.memory.memory_bytes(),
             protected_step=protected.step if protected else None,
         )
-
-    def on_signal(self, number: int) -> None:
-        """Signal handler's part: noticed at the next tick."""
-        self._signal = number
 
     def _say(self, line: str) -> None:
         print(f"[{self.host_label}] {line}", file=sys.stderr, flush=True)

@@ -30,10 +30,12 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
     """
     logging.basicConfig(level=logging.WARNING, format=f"[{host}] %(levelname)s %(name)s: %(message)s")
     current: list[Agent] = []
+    received: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)  # noticed at the agent's next tick
         if current:
-            current[-1].on_signal(number)
+            current[-1].ending.signal = number
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
@@ -41,6 +43,8 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
     while True:
         agent = Agent(config, run_dir, host, run_id, token)
         current.append(agent)
+        if received:
+            agent.ending.signal = received[-1]
         try:
             return agent.run()
         except Replaced:

@@ -81,6 +81,10 @@ class Ending:
         else:
             self._workforce.exit_all(view.exit_code or int(ExitCode.USER_ERROR), view.reason)
 
+    def give_up(self, why: str) -> None:
+        """This host cannot run workers."""
+        raise AgentEnd(int(ExitCode.USER_ERROR), why)
+
     def worker_ended(self, worker: Worker, code: int) -> None:
         self._codes[worker.rank] = code
 

@@ -59,6 +59,7 @@ class Peers:
         self._callbacks = callbacks
         self._known: set[MemberId] = set()
         self._gone: set[MemberId] = set()  # their hosts said that no such process exists
+        self._silent: set[MemberId] = set()  # not heard for silence_dead_s
         self._is_over = False
         self._reaches: dict[MemberId, tuple[float, bool]] = {}  # when heard, and whether it reaches the store
         self._control = ControlPlane(
@@ -99,13 +100,17 @@ class Peers:
         """The members that exist now."""
         self._known = set(members)
         self.suspects &= self._known
-        self._gone &= self._known
         self._control.set_peers({key: value for key, value in members.items() if key != self._member})
         self._neighbours.set_members(members)
 
     def stop_judging(self) -> None:
         """The job has ended: hosts that leave are no news."""
         self._is_over = True
+
+    def repeat_observations(self) -> None:
+        """Another member leads now: it knows nothing of what was said to the one before."""
+        for peer in self._gone | self._silent:
+            self._say(peer, gone=peer in self._gone, back=False)
 
     def send(self, member: MemberId, message: Control) -> None:
         self._control.send(member, message)
@@ -139,8 +144,7 @@ class Peers:
         """This host's own observation: said to all, because the silent one may be the leader."""
         if peer not in self._known or peer in self._gone or self._is_over:
             return
-        if gone:
-            self._gone.add(peer)
+        (self._gone if gone else self._silent).add(peer)
         self._log.emit("liveness.silent", subject=peer, age_s=0.0 if gone else self._silence_dead_s)
         self._say(peer, gone=gone, back=False)
 
@@ -150,6 +154,7 @@ class Peers:
 
     def _on_return(self, peer: MemberId) -> None:
         self.suspects.discard(peer)
+        self._silent.discard(peer)
         self._log.emit("liveness.returned", subject=peer)
         self._say(peer, gone=False, back=True)
 

@@ -16,6 +16,7 @@ from deadpool.config import Config
 from deadpool.liveness.process import ProcessWatch
 from deadpool.runtime.messages import (
     Abort,
+    AgentToWorker,
     Assign,
     Exit,
     Finish,
@@ -255,6 +256,17 @@ class Workforce:
                 self._kill_for(worker, f"did not unwind to wrap within {self._limits.unwind_timeout_s:g} s")
 
     # ---- questions -----------------------------------------------------------------------------------
+
+    def tell(self, rank: int, message: AgentToWorker) -> None:
+        """Send a message to the worker of a rank, if there is one."""
+        worker = self.by_rank(rank)
+        if worker is not None:
+            worker.handle.send(message)
+
+    def finished_step(self, rank: int) -> int:
+        """Newest finished step of a rank."""
+        worker = self.by_rank(rank)
+        return worker.finished_now() if worker is not None else 0
 
     def by_rank(self, rank: int) -> Worker | None:
         for worker in self.workers:
