@@ -103,7 +103,7 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     - ABORTING (g + 1): `slots` already names the replacements, so that they can start to build (`joining`).
       Members of `slots` and `leaving` abort, then ack ABORTING with their final inventory, the groups of
       their layouts and the ranks whose worker is gone (`lost_ranks`). Joining members ack at once with what
-      they have, mostly nothing; they are waited for only if without them nothing is live.
+      they have; who joined in an earlier generation is waited for if without it nothing is live.
     - STALLED (same generation): `rollback` is fixed, a slot is vacant (""). Workers wait in `wrap`; agents
       may write a checkpoint of `rollback`. With `rollback` None it stands for a FORMING that lacks a host:
       stop the workers and wait.
@@ -168,6 +168,7 @@ def _on_elected(state: State, event: LeaderElected) -> Outcome:
     known = {member.id for member in state.members}
     return replace(
         state,
+        carried=frozenset(view.joining),
         missing=frozenset(named - known - {""}),
         grace_until_s=event.now_s + 2 * state.limits.lease_ttl_s,
         attempts=0 if view.phase is Phase.RUNNING else 1,

@@ -58,6 +58,7 @@ class State:
     acked: int = 0  # bitset of slots that acked the current (generation, phase)
     acked_leaving: int = 0  # bitset of indices into view.leaving
     acks: tuple[Ack, ...] = ()  # of ABORTING: their inventories fix the rollback
+    carried: frozenset[MemberId] = frozenset()  # joining since an earlier generation: may hold copies
     respawning: int = 0  # bitset of slots whose worker is replaced on the same host in this generation
     attempts: int = 0  # recoveries (or formings) since the job last ran
 

@@ -110,17 +110,23 @@ def plan_recovery(
     return tuple(plans)
 
 
-def newer_copies(inventory: Inventory, rollback: Name) -> tuple[tuple[int, Name], ...]:
-    """(rank, name) of the copies to be emptied before RESTORING is acked: every one newer than `rollback`.
+def kept_names(world_size: int, inventories: Iterable[Inventory], rollback: Name) -> frozenset[Name]:
+    """Names whose copies stay when a generation resumes from `rollback`.
 
-    They belong to a future that will not happen; kept, they would be taken for copies of it.
+    All others are emptied before RESTORING is acked. Newer ones belong to a future that will not happen;
+    kept, they would be taken for copies of it. Older ones stay if every rank has them: until `rollback` is
+    replicated again they are what a second loss falls back to. An older one that some rank lacks is of no use
+    and would stand in the way of those two.
+
+    Args:
+        world_size: logical ranks.
+        inventories: acked in this generation.
+        rollback: `View.rollback`.
     """
-    return tuple(
-        (copies.rank, name)
-        for copies in inventory.copies
-        for name in (*copies.own, *copies.held)
-        if name > rollback
-    )
+    _, any_copy = _index(inventories)
+    everyone = bitset.full(world_size)
+    older = {name for name, ranks in any_copy.items() if ranks == everyone and name < rollback}
+    return frozenset({*older, rollback})
 
 
 def _index(inventories: Iterable[Inventory]) -> tuple[dict[Name, int], dict[Name, int]]:

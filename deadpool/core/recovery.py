@@ -66,7 +66,7 @@ def advance(state: State, now_s: float) -> Outcome:
         case Phase.FORMING | Phase.RESTORING if state.acked == bitset.full(state.n_slots):
             return _run(state, view, now_s)
         case Phase.ABORTING if _is_aborted(state, view):
-            return _fix_rollback(state, view, now_s, is_final=False)
+            return _fix_rollback(state, view, now_s)
         case Phase.STALLED if view.slots.count("") <= len(state.spares):
             if view.rollback is None:
                 return form(state, now_s, "A spare has joined.")
@@ -153,6 +153,7 @@ def open_generation(
     )
     state = replace(
         state,
+        carried=frozenset(joining) - set(joined),
         attempts=state.attempts + 1,
         suspected_at_s=None,
         suspected_step=0,
@@ -311,27 +312,31 @@ def _live_name(state: State, view: View) -> Name | None:
 
 def _on_abort_deadline(state: State, view: View, now_s: float, late: list[MemberId]) -> Outcome:
     late += [m for i, m in enumerate(view.leaving) if not bitset.has(state.acked_leaving, i)]
-    if not late:
-        return _fix_rollback(state, view, now_s, is_final=True)  # only joining members did not answer
-    if not state.is_extended and _live_name(state, view) is None:
-        deadline_s = now_s + state.limits.only_copy_extra_s
-        return replace(state, is_extended=True, deadline_s=deadline_s), ()
+    if _live_name(state, view) is None:
+        late += _silent_carriers(state)
+        if not state.is_extended:
+            deadline_s = now_s + state.limits.only_copy_extra_s
+            return replace(state, is_extended=True, deadline_s=deadline_s), ()
     return lose(state, late, now_s, "it did not acknowledge the abort in time")
 
 
-def _fix_rollback(state: State, view: View, now_s: float, *, is_final: bool) -> Outcome:
+def _fix_rollback(state: State, view: View, now_s: float) -> Outcome:
     """Give the verdict (see [Note: when the verdict is given])."""
     rollback = _live_name(state, view)
     source = Source.MEMORY
     if rollback is None:
-        waits = any(not bitset.has(state.acked, state.slot_of[m]) for m in view.joining)
-        if waits and not is_final:
+        if _silent_carriers(state):
             return state, ()
         rollback, source = state.checkpoint, Source.CHECKPOINT
     if rollback is None:
         text = f"{view.reason} No rank-complete copy is left in memory and there is no checkpoint."
         return end(state, Phase.HALTED, STATE_LOST, text)
     return _restore(state, replace(view, rollback=rollback, source=source), now_s, view.reason)
+
+
+def _silent_carriers(state: State) -> list[MemberId]:
+    """Members that have joined in an earlier generation, may have fetched a copy then, and have not acked."""
+    return sorted(m for m in state.carried if not bitset.has(state.acked, state.slot_of[m]))
 
 
 def _restore(state: State, view: View, now_s: float, reason: str) -> Outcome:

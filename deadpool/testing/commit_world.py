@@ -47,7 +47,7 @@ from deadpool.core.follow import (
     follow,
     start_follow,
 )
-from deadpool.core.plan import newer_copies, newest_live_name
+from deadpool.core.plan import kept_names, newest_live_name
 from deadpool.core.types import Inventory, Name, RankCopies
 
 _T = TypeVar("_T", FollowState, LeadState)
@@ -476,23 +476,18 @@ def _open_generation(world: World, setup: Setup, victim: int) -> World:
     if rollback is None:
         claims = world.phase == "RUN" and bool(_claims(world))
         return opened._replace(phase="HALT", is_claim_broken=claims and victim >= 0)
-    disks = _disks(world)
-    newer = {
-        pair
-        for inventory in _inventories(disks, world.shift, -1)
-        for pair in newer_copies(inventory, rollback)
-    }
+    kept = kept_names(setup.hosts, _inventories(_disks(world), world.shift, victim), rollback)
     ranks = []
     hosts = setup.hosts
     rehold = setup.reholds and world.shift == 1
     for i, rank in enumerate(world.ranks):
-        own = _cleaned(i, rank.own, newer, i == victim)
-        hold = _cleaned(i, rank.hold, newer, (i + world.shift) % hosts == victim)
+        own = _cleaned(rank.own, kept, i == victim)
+        hold = _cleaned(rank.hold, kept, (i + world.shift) % hosts == victim)
         retired = None
         if rehold:
             retired, hold = hold, (EMPTY, EMPTY)
         elif rank.retired is not None:
-            retired = _cleaned(i, rank.retired, newer, (i + 1) % hosts == victim)
+            retired = _cleaned(rank.retired, kept, (i + 1) % hosts == victim)
         agent = rank.agent
         ranks.append(Rank(rollback.step, own, hold, retired, None, None, agent))
     shift = 2 if rehold else world.shift
@@ -607,10 +602,9 @@ def _name_in(bank: Bank) -> Name | None:
     return bank.name if bank.kind in "CX" else None
 
 
-def _cleaned(rank: int, banks: Banks, newer: set[tuple[int, Name]], is_gone: bool) -> Banks:
+def _cleaned(banks: Banks, kept: frozenset[Name], is_gone: bool) -> Banks:
     def clean(bank: Bank) -> Bank:
-        is_kept = bank.kind in "CX" and bank.name is not None and (rank, bank.name) not in newer
-        return bank if is_kept and not is_gone else EMPTY
+        return bank if bank.kind in "CX" and bank.name in kept and not is_gone else EMPTY
 
     return clean(banks[0]), clean(banks[1])
 

@@ -25,7 +25,7 @@ from deadpool.core.membership import (
     initial_state,
     step,
 )
-from deadpool.core.plan import NoLiveCopy, merge_groups, newer_copies, plan_recovery
+from deadpool.core.plan import NoLiveCopy, kept_names, merge_groups, plan_recovery
 from deadpool.core.types import (
     Ack,
     Fault,
@@ -92,7 +92,7 @@ def initial_world(setup: Setup, limits: Limits | None = None) -> World:
     groups = (ReplicatedGroup(ranks=tuple(range(setup.slots * setup.nproc))),) if setup.replicated else ()
     world = World(
         state,
-        Truth(groups=groups),
+        Truth(groups=groups, replicas=min(1, setup.slots - 1)),
         0,
         setup.kills,
         setup.joins,
@@ -228,9 +228,9 @@ def _restored(world: World, view: View, member: MemberId) -> Truth:
     except NoLiveCopy as error:
         raise OracleViolation(f"5: {error}") from error
     inventory = truth.inventory(member)
-    for rank, name in newer_copies(inventory, rollback):
-        copies = copies_of(inventory, rank)
-        inventory = with_copies(inventory, rank, own=set(copies.own) - {name}, held=set(copies.held) - {name})
+    kept = kept_names(view.world_size, inventories, rollback)
+    for copies in inventory.copies:
+        inventory = with_copies(inventory, copies.rank, own=kept & {*copies.own}, held=kept & {*copies.held})
     for rank in view.ranks_of_slot(view.slots.index(member)):
         if plans:
             _check_sources(truth, plans[rank].unique_from, rank, rollback)
@@ -246,8 +246,8 @@ def _restored(world: World, view: View, member: MemberId) -> Truth:
         elif view.source is not Source.CHECKPOINT:
             raise OracleViolation(f"5: no plan for rank {rank}")
         copies = copies_of(inventory, rank)
-        kept = sorted(set(copies.own) - {rollback})[:1]  # the other bank
-        inventory = with_copies(inventory, rank, own={rollback, *kept}, held=copies.held)
+        other = sorted(set(copies.own) - {rollback})[-1:]  # it stays in the other bank
+        inventory = with_copies(inventory, rank, own={rollback, *other}, held=copies.held)
     return truth.with_inventory(inventory)
 
 

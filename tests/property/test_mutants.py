@@ -365,7 +365,7 @@ MEMBERSHIP_MUTANTS = (
     ),
     Mutant(
         name="copies newer than the rollback step are kept",
-        edits=(("plan", "        if name > rollback\n", "        if False\n"),),
+        edits=(("plan", "== everyone and name < rollback}", "== everyone or name > rollback}"),),
         world="membership",
         setup={"kills": 1},
         finds="5: ",

@@ -347,23 +347,36 @@ def test_acks_of_the_generation_before_do_not_count_in_the_next() -> None:
 
 def test_the_verdict_waits_for_the_acks() -> None:
     job = Job.running(spares=2)
-    job.lose(1)
-    job.lose(2)  # slot 1 and its holder: nothing is decided before slot 0 has answered
+    job.fault(FaultKind.WORKER_EXIT, 1)
+    job.fault(FaultKind.WORKER_EXIT, 2)  # slot 1 and its holder: nothing is decided at the time of the fault
+    job.ack(0, 3)
     assert job.view.phase is Phase.ABORTING
+    job.ack(1, 2)
+    assert (job.view.phase, job.view.rollback) == (Phase.RESTORING, FIVE)
+
+
+def lose_a_slot_and_its_holder(job: Job) -> None:
+    job.lose(1)
+    job.lose(2)
     job.ack(0)
-    assert job.view.phase is Phase.ABORTING  # without the joining members nothing is live: they are asked too
-    job.ack(3, 4, name=Name(step=0, generation=1))
-    assert job.exit_code is None
+
+
+def nothing(index: int, generation: int) -> Acked:
+    member = f"m{index}"
+    ack = Ack(
+        member=member,
+        generation=generation,
+        phase=Phase.ABORTING,
+        inventory=Inventory(member=member),
+    )
+    return Acked(ack=ack, now_s=0.0)
 
 
 def test_no_live_copy_and_no_checkpoint_end_the_job_with_code_4() -> None:
     job = Job.running(spares=2)
-    job.lose(1)
-    job.lose(2)
-    job.ack(0)
-    for index in (3, 4):
-        ack = Ack(member=f"m{index}", generation=3, phase=Phase.ABORTING, inventory=Inventory(member="x"))
-        job.feed(Acked(ack=ack, now_s=0.0))
+    lose_a_slot_and_its_holder(job)
+    assert job.published == []  # host 3 has been joining before and is asked; host 4 never had anything
+    job.feed(nothing(3, generation=3))
     assert (job.view.phase, job.exit_code) == (Phase.HALTED, 4)
 
 
@@ -371,15 +384,25 @@ def test_no_live_copy_falls_back_to_the_checkpoint() -> None:
     job = Job.running(spares=2)
     checkpoint = Name(step=3, generation=1)
     job.feed(CheckpointFound(name=checkpoint, now_s=0.0))
-    job.lose(1)
-    job.lose(2)
-    job.ack(0)
-    job.tick(50)  # the joining members do not answer: they had nothing
+    lose_a_slot_and_its_holder(job)
+    job.feed(nothing(3, generation=3))
     assert (job.view.phase, job.view.source, job.view.rollback) == (
         Phase.RESTORING,
         Source.CHECKPOINT,
         checkpoint,
     )
+
+
+def test_a_joining_member_that_may_have_the_only_copy_gets_more_patience_and_is_then_dropped() -> None:
+    job = Job.running(spares=2)
+    lose_a_slot_and_its_holder(job)
+    job.tick(50)
+    assert job.published == []
+    job.tick(60)
+    assert job.fenced == {"m3": False}
+    job.ack(0)
+    job.feed(nothing(4, generation=4))
+    assert job.exit_code == 4
 
 
 def test_a_joining_member_that_holds_the_only_copy_saves_the_job() -> None:
@@ -732,6 +755,16 @@ def test_a_new_leader_never_turns_away_members_that_hold_slots() -> None:
     odd = (replace(make_member(9), versions=(("torch", "0"),)), *job.state.members)
     job.feed(LeaderElected(view=job.view, members=odd, now_s=0.0))
     assert job.fenced == {"m9": True}
+
+
+# --- Input that cannot be protected ---
+
+
+def test_input_that_cannot_be_protected_ends_the_job_with_code_2() -> None:
+    job = Job.running()
+    job.fault(FaultKind.BAD_INPUT, 1, detail="data: a bare iterator cannot be restored")
+    assert job.exit_code == 2
+    assert "bare iterator" in job.view.reason
 
 
 # --- The end ---

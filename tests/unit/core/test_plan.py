@@ -7,8 +7,8 @@ import pytest
 from deadpool.core.plan import (
     NoLiveCopy,
     RankPlan,
+    kept_names,
     merge_groups,
-    newer_copies,
     newest_live_name,
     plan_recovery,
 )
@@ -138,6 +138,20 @@ def test_nothing_is_fetched_from_memory_if_the_checkpoint_is_the_source() -> Non
     assert plan_recovery(view, []) == ()
 
 
-def test_every_copy_newer_than_the_rollback_step_is_to_be_emptied() -> None:
-    inventory = host("a", own={0: [OLD, NEW]}, held={1: [Name(step=4, generation=2), OLD]})
-    assert newer_copies(inventory, OLD) == ((0, NEW), (1, Name(step=4, generation=2)))
+def test_copies_newer_than_the_rollback_step_do_not_stay() -> None:
+    again = Name(step=4, generation=2)
+    inventories = [host("a", own={0: [OLD, NEW]}), host("b", own={1: [OLD, again]})]
+    assert kept_names(2, inventories, OLD) == {OLD}
+
+
+def test_older_copies_stay_if_every_rank_has_them() -> None:
+    oldest = Name(step=3, generation=1)
+    inventories = [
+        host("a", own={0: [OLD, NEW]}, held={1: [oldest]}),
+        host("b", own={1: [oldest, NEW]}, held={0: [oldest, OLD]}),
+    ]
+    assert kept_names(2, inventories, NEW) == {oldest, NEW}
+
+
+def test_the_rollback_step_stays_although_it_came_from_the_checkpoint() -> None:
+    assert kept_names(2, [host("a", own={0: [NEW]})], OLD) == {OLD}
