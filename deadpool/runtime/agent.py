@@ -65,7 +65,6 @@ from deadpool.runtime.writer import RegistryWriter
 from deadpool.store.host_memory import HostMemoryStore
 
 logger = logging.getLogger(__name__)
-
 TICK_S = 0.1
 STOP_WORKERS_S = 5.0
 START_TIMEOUT_S = 300.0  # imports of the workers on a slow file system

@@ -66,7 +66,7 @@ def test_one_flipped_bit_after_a_recovery_makes_verify_say_no(tmp_path: Path) ->
         "--steps",
         "14",
     )
-    assert lines[-1].startswith(f"{NO}rank 0, step 10"), "\n".join(lines[-40:])
+    assert lines[-1].startswith(NO), "\n".join(lines[-40:])
     assert code == 1
 
 

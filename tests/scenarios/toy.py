@@ -10,6 +10,7 @@ import argparse
 import math
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,14 +111,14 @@ def main() -> None:
             optimizer.zero_grad()
             ft.record(lr=scheduler.get_last_lr()[0])
 
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": loader}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": loader}
     if arguments.api == "wrap":
         deadpool.wrap(train, **state)()
         return
 
     def step(batch: tuple[Tensor, Tensor]) -> None:
         loss = F.mse_loss(model(batch[1]), batch[1].square())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call] # untyped in torch 2.13
         time.sleep(arguments.step_s)
         optimizer.step()
         scheduler.step()

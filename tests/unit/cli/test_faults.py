@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from deadpool.cli.inject import inject_running_job
+from deadpool.cli.jobs import JobFile, write_job_file
+from deadpool.errors import ConfigError
+from deadpool.events import boottime_s
 from deadpool.testing.faults import (
     Injection,
     InjectionKind,
@@ -24,10 +28,6 @@ from deadpool.testing.faults import (
     parse_injections,
     started_s,
 )
-from deadpool.cli.inject import inject_running_job
-from deadpool.cli.jobs import JobFile, write_job_file
-from deadpool.errors import ConfigError
-from deadpool.events import boottime_s
 
 
 def test_a_spec_names_kind_rank_step_and_point() -> None:

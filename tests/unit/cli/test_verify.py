@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from deadpool.cli.compare import compare_runs
-from deadpool.testing.faults import parse_injections
 from deadpool.cli.options import read_run_config
 from deadpool.cli.verify import (
     Outcome,
@@ -23,6 +22,7 @@ from deadpool.cli.verify import (
 )
 from deadpool.config import Config, JobConfig, RunConfig
 from deadpool.errors import ConfigError
+from deadpool.testing.faults import parse_injections
 
 SPEC = "sigkill:rank=1@step=4"
 YES = "bit-identical to the undisturbed run: yes"
