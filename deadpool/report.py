@@ -142,6 +142,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     suspects: tuple[str, ...] = ()  # members it has not heard for silence_suspect_s
     workers: tuple[WorkerStatus, ...] = ()
     protected: Protected | None = None
+    replication_factor: int = 1
     degraded: tuple[str, ...] = ()
     memory_bytes: int = 0
     bytes_sent: int = 0
@@ -189,6 +190,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankStatus, ...]
     protected: Protected | None
     steps_at_risk: int | None  # finished, but not protected yet
+    survivable_host_losses: int  # any so many hosts may be lost at once, and a step is kept
     degraded: tuple[str, ...]
     granted_ttl_s: float | None
     recoveries: tuple[dict[str, Any], ...]

@@ -24,7 +24,7 @@ from deadpool.cli.jobs import JobFile, find_job, is_running
 from deadpool.cli.rundir import read_agent_addresses
 from deadpool.core.types import Member, MemberId, Phase, View
 from deadpool.errors import ConfigError, ExitCode, MembershipError
-from deadpool.report import AgentStatus, HostStatus, JobStatus, Protected, RankStatus
+from deadpool.report import AgentStatus, HostStatus, JobStatus, RankStatus
 from deadpool.runtime.ipc import CONTROL_FRAME_BYTES, Channel, ChannelClosed
 from deadpool.runtime.messages import StatusReply, StatusRequest
 
@@ -134,6 +134,9 @@ def assemble_status(
         hosts=hosts,
         ranks=ranks,
         protected=protected,
+        survivable_host_losses=max((agent.replication_factor for agent in agents.values()), default=0)
+        if protected is not None
+        else 0,
         steps_at_risk=max(finished) - protected.step if finished and protected is not None else None,
         degraded=tuple(degraded),
         granted_ttl_s=next((a.granted_ttl_s for a in agents.values() if a.granted_ttl_s is not None), None),
@@ -161,7 +164,7 @@ def describe_status(status: JobStatus) -> list[str]:
         step = "-" if rank.finished_step is None else str(rank.finished_step)
         lines.append(f"{rank.rank:>4} {rank.slot:>4} {rank.host:12} {pid:>8} {step:>8}  {rank.state}")
     lines.append("")
-    lines.append(_describe_protection(status.protected, status.steps_at_risk))
+    lines.append(_describe_protection(status))
     lines.extend(f"degraded: {reason}" for reason in status.degraded)
     if status.granted_ttl_s is not None:
         lines.append(f"lease: {status.granted_ttl_s:g} s granted")
@@ -171,11 +174,16 @@ def describe_status(status: JobStatus) -> list[str]:
     return lines
 
 
-def _describe_protection(protected: Protected | None, at_risk: int | None) -> str:
+def _describe_protection(status: JobStatus) -> str:
+    protected, at_risk = status.protected, status.steps_at_risk
     if protected is None:
-        return "not protected: no step is complete on every owner and holder"
+        return "not protected: no step is complete on every owner and holder, no host loss is survivable"
     risk = "" if not at_risk else f"; {at_risk} finished steps are not"
-    return f"protected up to step {protected.step} ({protected.age_s:.1f} s ago){risk}"
+    hosts = "one host" if status.survivable_host_losses == 1 else f"{status.survivable_host_losses} hosts"
+    return (
+        f"protected up to step {protected.step} ({protected.age_s:.1f} s ago){risk}; "
+        f"the loss of any {hosts} is survivable"
+    )
 
 
 def _describe_recovery(recovery: Mapping[str, Any]) -> str:

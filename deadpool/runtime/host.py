@@ -369,6 +369,10 @@ class Host:
         once = message.once
         if self.view is not None and self.view.phase is Phase.FORMING:
             self._areas.put(rank, once)
+            why = self._areas.check_memory(rank, once, self._member.host, self.view.nproc)
+            if why:
+                self._faults.report(FaultKind.BAD_INPUT, (rank,), why, 0)
+                return
         segment = self._areas.segment_for(rank, once)
         view = self.view
         load: Name | None = None

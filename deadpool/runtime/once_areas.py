@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 
 from deadpool.core.types import MemberId, RankCopies, ReplicatedGroup, Source, View
-from deadpool.errors import SnapshotError
+from deadpool.errors import ConfigError, SnapshotError
 from deadpool.runtime.once import OnceArea
 from deadpool.runtime.parts import HostParts
+from deadpool.store.memory_check import check_memory
 from deadpool.store.segment import Segment, SegmentLayout
 
 RETRY_S = 0.5
@@ -72,21 +74,28 @@ class OnceAreas:
 
         self._parts.fetcher.once(rank, known, view.generation, answered)
 
+    def check_memory(self, rank: int, area: bytes, host: str, n_ranks: int) -> str:
+        """Say what the segments of this host take and what there is; "" or why it is too little.
+
+        Ranks have equal layouts but for small differences, so one stands for all: this host makes segments for
+        `n_ranks` own ranks, and holds replicas of as many for each replica that is kept.
+        """
+        layout = _layout_of(area)
+        replicas = self._parts.config.store.replication_factor
+        try:
+            report = check_memory(host, [layout] * n_ranks, [layout] * (n_ranks * replicas))
+        except ConfigError as error:
+            return "\n".join(error.problems)
+        if rank % n_ranks == 0:
+            print(f"deadpool: {report}", file=sys.stderr, flush=True)
+        return ""
+
     def segment_for(self, rank: int, area: bytes) -> Segment:
         """The own segment of a rank; made, with its write-once area in place, if there is none."""
         segment = self._parts.store.own(rank)
         if segment is not None:
             return segment
-        sizes = OnceArea.decode(area)
-        segment = self._parts.store.create_own(
-            rank,
-            SegmentLayout(
-                once_bytes=len(area),
-                blob_capacity=sizes.blob_capacity,
-                unique_bytes=sizes.unique_bytes,
-                replicated_bytes=sizes.replicated_bytes,
-            ),
-        )
+        segment = self._parts.store.create_own(rank, _layout_of(area))
         segment.write_once(area)
         return segment
 
@@ -107,3 +116,13 @@ class OnceAreas:
             return self._parts.checkpoints.read_once(rank, view.rollback)
         except SnapshotError:
             return None  # said by the caller, and tried again
+
+
+def _layout_of(area: bytes) -> SegmentLayout:
+    sizes = OnceArea.decode(area)
+    return SegmentLayout(
+        once_bytes=len(area),
+        blob_capacity=sizes.blob_capacity,
+        unique_bytes=sizes.unique_bytes,
+        replicated_bytes=sizes.replicated_bytes,
+    )

@@ -114,6 +114,7 @@ class Protection:
         self._follower = None
         self._leader = None
         self._held.clear()
+        self.protected = None  # until the rollback step is complete on every owner and holder again
 
     def tick(self) -> None:
         if self._leader is not None:

@@ -46,6 +46,7 @@ def describe(agent: Agent) -> AgentStatus:
             generation=protected.generation,
             age_s=time.monotonic() - protection.protected_since_s,
         ),
+        replication_factor=agent.config.store.replication_factor,
         degraded=agent.protection_log.degraded,
         memory_bytes=agent.memory.memory_bytes(),
         bytes_sent=agent.servers.bytes_sent,

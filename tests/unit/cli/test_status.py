@@ -132,7 +132,8 @@ def test_protection_is_the_newest_one_known_and_steps_beyond_it_are_at_risk() ->
     assert status.protected == Protected(step=7, generation=3, age_s=0.1)
     assert status.steps_at_risk == 2
     lines = describe_status(status)
-    assert "protected up to step 7 (0.1 s ago); 2 finished steps are not" in lines
+    text = "protected up to step 7 (0.1 s ago); 2 finished steps are not"
+    assert f"{text}; the loss of any one host is survivable" in lines
     assert "degraded: slow" in lines
     assert "lease: 10 s granted" in lines
 
