@@ -126,7 +126,6 @@ class CommunicatorConfig:
 class StoreConfig:
     """Host memory store and replication."""
 
-    chunk_bytes: int = _setting(1 << 20, "Bytes per checksummed chunk of a stream.", at_least=4096)
     replication_factor: int = _setting(1, "Replicas of each rank on other hosts.", at_least=1)
     floor_rate_bytes_s: float = _setting(
         50e6,
@@ -158,9 +157,6 @@ class RunConfig:
         "Start all hosts and an embedded etcd on this machine.",
         flag="--standalone",
         command_line_only=True,
-    )
-    standby_workers: int = _setting(
-        0, "Warm workers per host that replace a lost one in place.", flag="--standby-workers", at_least=0
     )
     rehearse: bool = _setting(
         True, "Parked spares build the script once and throw it away.", flag="--rehearse"

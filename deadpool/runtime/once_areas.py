@@ -77,8 +77,8 @@ class OnceAreas:
     def check_memory(self, rank: int, area: bytes, host: str, n_ranks: int) -> str:
         """Say what the segments of this host take and what there is; "" or why it is too little.
 
-        Ranks have equal layouts but for small differences, so one stands for all: this host makes segments for
-        `n_ranks` own ranks, and holds replicas of as many for each replica that is kept.
+        Ranks have equal layouts but for small differences, so one stands for all: this host makes
+        segments for `n_ranks` own ranks, and holds as many for each replica that is kept.
         """
         layout = _layout_of(area)
         replicas = self._parts.config.store.replication_factor

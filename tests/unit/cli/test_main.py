@@ -56,7 +56,7 @@ def test_run_and_verify_take_the_same_options(verb: str) -> None:
         *("--standalone", "--etcd", "--nnodes", "--spares", "--nproc-per-node", "--job-id", "--node-rank"),
         *("--lease-ttl-s", "--silence-dead-s", "--progress-timeout-s", "--collective-timeout-s"),
         *("--spare-wait-s", "--checkpoint-dir", "--checkpoint-every", "--events", "--report", "--inject"),
-        *("--respawn", "--standby-workers", "--no-rehearse", "--keep-steps", "--config"),
+        *("--respawn", "--no-rehearse", "--keep-steps", "--config"),
     ):
         assert f"{flag} " in text or f"{flag}\n" in text, flag
 

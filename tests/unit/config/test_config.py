@@ -23,7 +23,6 @@ def test_defaults_are_those_of_the_design_and_break_no_rule() -> None:
     assert config.liveness.silence_dead_s == 3.0
     assert config.communicator.unwind_timeout_s == 30.0
     assert config.membership.lease_ttl_s == 10.0
-    assert config.store.chunk_bytes == 1 << 20
     assert config.run.rehearse
     assert broken_rules(config) == []
 
@@ -41,7 +40,7 @@ def test_later_sources_win_and_every_origin_is_kept(tmp_path: Path) -> None:
     assert config.origin("job.nnodes") == "command line --nnodes"
     assert config.origin("liveness.silence_dead_s") == "environment DEADPOOL_LIVENESS_SILENCE_DEAD_S"
     assert config.origin("liveness.silence_suspect_s") == f"{toml} [liveness] silence_suspect_s"
-    assert config.origin("store.chunk_bytes") == "default"
+    assert config.origin("store.replication_factor") == "default"
 
 
 def test_lists_in_the_environment_are_separated_by_commas() -> None:
