@@ -144,6 +144,7 @@ class Agent:
                 message=lambda worker, message: self.host.on_message(worker, message),
                 parked=self._on_parked,
                 lost=lambda worker, cause: self._on_lost(worker, cause),
+                unreaped=lambda worker: self.host.on_unreaped(worker),
                 ended=lambda worker, code: self.ending.worker_ended(worker, code),
             ),
         )
@@ -329,6 +330,7 @@ class Agent:
 
     def _tick(self) -> None:
         self.ending.check_signal(self.checkpoints)
+        self.ending.check_store(self.host.view, self.lease is not None and self.lease.reaches_store)
         self.workforce.tick()
         self.host.tick()
         self.protection.tick()
@@ -441,8 +443,6 @@ class Agent:
     def _data_address(self, member: MemberId) -> tuple[str, int] | None:
         found = self._members.get(member)
         return None if found is None else (found.address, found.data_port)
-
-    # ---- peers ---------------------------------------------------------------------------------------
 
     def _generation(self) -> int:
         host = getattr(self, "host", None)

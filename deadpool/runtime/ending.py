@@ -15,6 +15,7 @@ from deadpool.runtime.checkpointing import CheckpointTier
 from deadpool.runtime.result import write_result
 from deadpool.runtime.workforce import Worker, WorkerState, Workforce
 
+STORE_LIMIT_S = 300.0  # without etcd during a recovery
 FLUSH_LIMIT_S = 10.0  # SIGTERM: Slurm and Kubernetes kill 30 s after it
 
 
@@ -57,6 +58,7 @@ class Ending:
         self.view: View | None = None  # the last one
         self.signal = 0
         self._flush_by_s = 0.0
+        self._unreached_since_s = time.monotonic()
         self._run_dir = run_dir
         self._workforce = workforce
         self._log = log
@@ -102,6 +104,15 @@ class Ending:
         self._callbacks.summarise()
         self._log.emit("run.finished", generation=view.generation, exit_code=code, reason=view.reason)
         raise AgentEnd(code, view.reason)
+
+    def check_store(self, view: View | None, is_reached: bool) -> None:
+        """No recovery can end without the control plane: give up after a while."""
+        now_s = time.monotonic()
+        if is_reached or view is None or view.phase in (Phase.RUNNING, Phase.FINISHED, Phase.HALTED):
+            self._unreached_since_s = now_s
+        elif now_s - self._unreached_since_s > STORE_LIMIT_S:
+            code = int(ExitCode.CONTROL_PLANE_UNREACHABLE)
+            raise AgentEnd(code, f"no control plane for {STORE_LIMIT_S:g} s during a recovery")
 
     def check_signal(self, checkpoints: CheckpointTier | None) -> None:
         """Ctrl-C ends at once; SIGTERM (pre-emption) first makes the last protected step durable."""

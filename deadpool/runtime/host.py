@@ -427,6 +427,12 @@ class Host:
 
     # ---- faults --------------------------------------------------------------------------------------
 
+    def on_unreaped(self, worker: Worker) -> None:
+        """A killed worker does not go (stuck in the kernel): its rank moves to another host."""
+        self._parts.log.emit("worker.unreaped", rank=worker.rank, pid=worker.handle.pid)
+        text = f"process {worker.handle.pid} was killed and does not end"
+        self._faults.report(FaultKind.DEVICE, (worker.rank,), text, worker.finished_now() + 1)
+
     def on_lost(self, worker: Worker, cause: str) -> None:
         """A worker is gone. Its copies stay; a fresh one starts in its place."""
         view, generation = self.view, self._generation

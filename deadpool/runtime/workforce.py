@@ -70,6 +70,7 @@ class Worker:
     since_s: float = field(default_factory=time.monotonic)
     close_deadline_s: float = 0.0  # 0: not waiting
     unwind_deadline_s: float = 0.0
+    reap_deadline_s: float = 0.0
     generation: int = 0
     finished_step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -96,6 +97,7 @@ class WorkforceCallbacks:
     message: Callable[[Worker, WorkerToAgent], None]  # everything the workforce does not handle itself
     parked: Callable[[Worker], None]
     lost: Callable[[Worker, str], None]  # an assigned worker is gone, with the cause in words
+    unreaped: Callable[[Worker], None]  # killed, and still there: the host is bad
     ended: Callable[[Worker, int], None]  # an assigned worker ended after FINISHED, with its code
 
 
@@ -248,11 +250,20 @@ class Workforce:
         """Limits of DESIGN section 7: a worker that misses one is killed; its copies stay."""
         now_s = time.monotonic()
         for worker in self.workers:
+            if (
+                worker.reap_deadline_s
+                and now_s > worker.reap_deadline_s
+                and worker.state is not WorkerState.GONE
+            ):
+                worker.reap_deadline_s = 0.0
+                self._callbacks.unreaped(worker)
             if worker.state is not WorkerState.ABORTING:
                 continue
             if worker.close_deadline_s and now_s > worker.close_deadline_s:
                 self._kill_for(worker, f"did not close its handles within {self._limits.close_timeout_s:g} s")
             elif worker.unwind_deadline_s and now_s > worker.unwind_deadline_s:
+                if worker.handle.page.sample().is_quiet:
+                    continue  # a declared quiet section may take as long as it takes
                 self._kill_for(worker, f"did not unwind to wrap within {self._limits.unwind_timeout_s:g} s")
 
     # ---- questions -----------------------------------------------------------------------------------
@@ -343,6 +354,7 @@ class Workforce:
     def _kill_for(self, worker: Worker, why: str) -> None:
         worker.killed_for = why
         worker.close_deadline_s = worker.unwind_deadline_s = 0.0
+        worker.reap_deadline_s = time.monotonic() + self._limits.reap_timeout_s
         worker.handle.kill()
 
 
