@@ -284,7 +284,8 @@ class Communicators:
         self._hook_calls = 0
         self._refresh_taps()
 
-    def failed_collective(self, error: BaseException) -> bool:
+    @staticmethod
+    def failed_collective(error: BaseException) -> bool:
         """Whether `error`, or what it was raised from, came from a collective, as far as one can tell."""
         seen: set[int] = set()
         current: BaseException | None = error

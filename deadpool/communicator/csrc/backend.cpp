@@ -1,5 +1,7 @@
 #include "backend.h"
 
+#include <cstring>
+
 #include "errors.h"
 
 namespace deadpool {
@@ -45,6 +47,19 @@ constexpr int kNoRoot = -1;
 
 bool is_point_to_point(const char* op) {
   return op[0] == 's' ? op[1] == 'e' : op[0] == 'r' && op[2] == 'c';  // send; recv, recv_anysource
+}
+
+// The future of a gloo work, or null. Asking a work that has none throws, which is slow, so ask only where there may be one
+// (reduce-scatter has none in torch 2.13).
+FuturePtr find_future(const char* op, c10d::Work& work) {
+  if (is_point_to_point(op) || std::strncmp(op, "reduce_scatter", std::strlen("reduce_scatter")) == 0) {
+    return nullptr;
+  }
+  try {
+    return work.getFuture();
+  } catch (const std::exception&) {
+    return nullptr;
+  }
 }
 
 }  // namespace
@@ -131,32 +146,25 @@ BackendPtr SwapBackend::live() const {
   return live(generation);
 }
 
-WorkPtr SwapBackend::track(const BackendPtr& inner, uint64_t generation, WorkPtr work, bool point_to_point) {
+WorkPtr SwapBackend::track(const char* op, const BackendPtr& inner, uint64_t generation, WorkPtr work) {
   if (!work) {
     entry_->completed.fetch_add(1, std::memory_order_relaxed);
     return work;
   }
-  // A gloo collective is counted the moment it completes; a send, a receive and NCCL's works when their owner waits for them
-  // or drops them.
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  if (!is_nccl() && !point_to_point) {
-    try {
-      future = work->getFuture();
-    } catch (const std::exception&) {
-      // Some of gloo's works have none (reduce-scatter in torch 2.13): those are counted by their owner, too.
+  std::shared_ptr<Flight> flight;
+  SwapWork::Wait wait = SwapWork::Wait::kDirect;
+  if (!is_nccl()) {
+    const FuturePtr future = find_future(op, *work);
+    if (future) {
+      wait = SwapWork::Wait::kFlight;
+      flight = std::make_shared<Flight>(entry_);
+      future->addCallback(
+          [flight](c10::ivalue::Future& ended) { flight->end(!ended.hasError()); }, /*uses_future=*/false);
+    } else {
+      wait = is_point_to_point(op) ? SwapWork::Wait::kAbortable : SwapWork::Wait::kSliced;
     }
   }
-  const bool count_by_future = future != nullptr;
-  if (count_by_future) {
-    future->addCallback(
-        [entry = entry_](c10::ivalue::Future& ended) {
-          if (!ended.hasError()) {
-            entry->completed.fetch_add(1, std::memory_order_relaxed);
-          }
-        },
-        /*uses_future=*/false);
-  }
-  return c10::make_intrusive<SwapWork>(std::move(work), name_, generation, entry_, count_by_future);
+  return c10::make_intrusive<SwapWork>(std::move(work), name_, generation, entry_, std::move(flight), wait);
 }
 
 template <class Run>
@@ -166,7 +174,7 @@ WorkPtr SwapBackend::run_inner(const char* op, uint64_t bytes, Run& run) {
   entry_->last_bytes.store(bytes, std::memory_order_relaxed);
   entry_->issued.fetch_add(1, std::memory_order_relaxed);
   try {
-    return track(inner, generation, run(*inner), is_point_to_point(op));
+    return track(op, inner, generation, run(*inner));
   } catch (...) {
     if (generation <= Registry::get().closed_generation()) {
       throw_aborted(name(), generation, std::string(op) + " was aborted (" + current_message() + ")");
@@ -359,7 +367,7 @@ void SwapBackend::startCoalescing() {
 WorkPtr SwapBackend::endCoalescing() {
   uint64_t generation = 0;
   const BackendPtr inner = live(generation);
-  return track(inner, generation, inner->endCoalescing(), /*point_to_point=*/true);
+  return track("coalesced", inner, generation, inner->endCoalescing());
 }
 
 uint64_t SwapBackend::getSequenceNumberForGroup() {

@@ -123,7 +123,7 @@ class SwapBackend : public c10d::Backend {
  private:
   BackendPtr live(uint64_t& generation) const;
   BackendPtr live() const;
-  WorkPtr track(const BackendPtr& inner, uint64_t generation, WorkPtr work, bool point_to_point);
+  WorkPtr track(const char* op, const BackendPtr& inner, uint64_t generation, WorkPtr work);
   template <class Outputs, class Inputs, class Run>
   WorkPtr dispatch(const char* op, int root, Outputs& outputs, Inputs& inputs, Run run);
   template <class Run>

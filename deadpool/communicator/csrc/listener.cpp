@@ -16,6 +16,7 @@
 #include "page.h"
 #include "registry.h"
 #include "sockets.h"
+#include "work.h"
 
 namespace deadpool {
 namespace {
@@ -106,6 +107,8 @@ void Listener::run(int channel) {
       Registry::get().close(generation);
       const Frame reply{kFrameClosed, generation};
       [[maybe_unused]] const auto sent = send(channel, &reply, sizeof(reply), MSG_NOSIGNAL);
+      // Last: callbacks of failed futures may need the GIL, which the agent must not wait for.
+      BlockedCalls::get().fail_all(generation);
       --closing_;
     }).detach();
   }

@@ -81,7 +81,14 @@ void bind_build(py::module_& module) {
 
 void bind_registry(py::module_& module) {
   module.def("open", [](uint64_t generation) { Registry::get().open(generation); }, py::arg("generation"));
-  module.def("close", [](uint64_t generation) { Registry::get().close(generation); }, py::arg("generation"), NoGil());
+  module.def(
+      "close",
+      [](uint64_t generation) {
+        Registry::get().close(generation);
+        BlockedCalls::get().fail_all(generation);
+      },
+      py::arg("generation"),
+      NoGil());
   module.def("closed_generation", [] { return Registry::get().closed_generation(); });
   module.def("opened_generation", [] { return Registry::get().opened_generation(); });
   module.def("is_closed", [] { return Registry::get().is_closed(); });

@@ -43,7 +43,7 @@ void Registry::close(uint64_t generation) {
       WorkerPage::get().set_closed_generation(generation);
     }
     for (const auto& socket : store_sockets_) {
-      if (socket.generation <= generation) {
+      if (socket.generation <= generation && socket_inode(socket.fd) == socket.inode) {
         shutdown(socket.fd, SHUT_RDWR);
       }
     }
@@ -99,7 +99,7 @@ Inodes Registry::new_sockets(const Build& build, const Inodes& now) const {
   std::set_difference(
       now.begin(), now.end(), build.baseline_.begin(), build.baseline_.end(), std::inserter(fresh, fresh.end()));
   for (const auto& socket : store_sockets_) {
-    fresh.erase(socket_inode(socket.fd));
+    fresh.erase(socket.inode);
   }
   return fresh;
 }
@@ -109,7 +109,7 @@ void Registry::add_store_socket(int fd, uint64_t generation) {
   if (generation <= closed_) {
     throw_aborted("*", generation, "closed while its rendezvous was connected");
   }
-  store_sockets_.push_back({fd, generation});
+  store_sockets_.push_back({fd, socket_inode(fd), generation});
 }
 
 void Registry::remove_store_socket(int fd) {

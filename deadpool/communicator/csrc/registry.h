@@ -106,6 +106,7 @@ class Registry {
   friend class Build;
   struct StoreSocket {
     int fd;
+    ino_t inode;  // the number alone may have been closed and used again
     uint64_t generation;
   };
 

@@ -77,7 +77,7 @@ int shutdown_sockets(const Inodes& inodes) {
     if (held < 0) {
       return;
     }
-    if (inodes.count(socket_inode(held)) != 0 && !is_listening(held) && shutdown(held, SHUT_RDWR) == 0) {
+    if (inodes.count(socket_inode(held)) != 0 && !is_listening(held) && shutdown(held, SHUT_RD) == 0) {
       ++count;
     }
     close(held);

@@ -5,7 +5,13 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -65,16 +71,68 @@ class ForwardWork : public c10d::Work {
   const WorkPtr inner_;
 };
 
+// [Note: operations that gloo forgets]
+// When a connection fails while an operation writes to it, gloo may miss to tell that operation: its waiter sleeps until the
+// timeout of the group (measured: in 0.7% of aborts, ring all-reduce in UnboundBuffer::waitSend). So no caller of ours waits
+// inside gloo without end. A wait for a collective sleeps on a Flight, or in slices where there is no future, and ends some time
+// after a close; a wait for a send or receive, and futures, are listed as BlockedCalls and made to fail. gloo's own thread stays behind until the timeout, in a
+// communicator that is buried; it writes nothing, its connections are gone.
+
+// Whether a gloo collective has ended.
+class Flight {
+ public:
+  explicit Flight(HandleEntry* entry) : entry_(entry) {}
+
+  void end(bool succeeded);
+  // Waits until it has ended. False: `timeout` (0: none) passed, or the generation was closed and grace is over.
+  bool wait(std::chrono::milliseconds timeout, uint64_t generation);
+
+ private:
+  HandleEntry* const entry_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool ended_ = false;
+};
+
+// Calls that somebody is blocked in, each with a way to make it fail.
+class BlockedCalls {
+ public:
+  static BlockedCalls& get();  // never destroyed
+
+  uint64_t add(uint64_t generation, std::function<void()> fail);
+  void remove(uint64_t id);
+  // After a close: gives those of generations <= `generation` a short grace, then makes them fail.
+  void fail_all(uint64_t generation);
+
+ private:
+  struct Call {
+    uint64_t generation;
+    std::function<void()> fail;
+  };
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  uint64_t next_id_ = 1;
+  std::map<uint64_t, Call> calls_;
+};
+
 // The work of a live collective: errors after a close become CollectiveAborted, and completion is counted.
 class SwapWork final : public ForwardWork {
  public:
-  // `counted_elsewhere`: a callback on the inner future counts.
+  enum class Wait {
+    kDirect,  // NCCL: a wait orders streams and does not block
+    kFlight,  // a gloo collective with a future, which counts its completion; all others count when waited for or dropped
+    kAbortable,  // a gloo send or receive: has an abort() that wakes its waiter
+    kSliced,  // a gloo collective without a future
+  };
+
   SwapWork(
       WorkPtr inner,
       std::shared_ptr<const std::string> handle,
       uint64_t generation,
       HandleEntry* entry,
-      bool counted_elsewhere);
+      std::shared_ptr<Flight> flight,
+      Wait wait);
   ~SwapWork() override;
 
   bool isCompleted() override;
@@ -85,12 +143,17 @@ class SwapWork final : public ForwardWork {
 
  private:
   void count();
+  bool wait_flight(std::chrono::milliseconds timeout);
+  bool wait_abortable(std::chrono::milliseconds timeout);
+  bool wait_in_slices(std::chrono::milliseconds timeout);
   template <class Call>
   auto translated(Call call) const;
 
   const std::shared_ptr<const std::string> handle_;
   const uint64_t generation_;
   HandleEntry* const entry_;
+  const std::shared_ptr<Flight> flight_;
+  const Wait wait_;
   std::atomic<bool> counted_;
 };
 

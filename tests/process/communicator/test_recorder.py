@@ -174,8 +174,8 @@ def differ(seat: Seat) -> dict[str, str]:
         dist.barrier()
 
     def further_group() -> None:
-        dist.new_group([0])
         dist.new_group([0, 1])
+        dist.new_group([0])
 
     def further_key() -> None:
         dist.distributed_c10d._get_default_store().get("other")
@@ -223,7 +223,7 @@ def test_a_script_that_differs_from_its_record_is_told_where() -> None:
     assert "[('float32', [4])], the record has [('float32', [3])]" in found["other_shape"]
     assert "call 2: the script calls barrier [], the record ends after 2 calls" in found["further_call"]
     assert "group '2', which the record does not have" in found["further_group"]
-    assert "store.get('other') is not in the record" in found["further_key"]
+    assert "store.get('0//other') is not in the record" in found["further_key"]
     assert "group '0': 1 recorded calls were not made, first broadcast" in found["fewer_calls"]
     assert "group '1' of the record was not made" in found["fewer_calls"]
     assert "rank 0 of 2, this process is rank 1 of 2" in found["other_rank"]

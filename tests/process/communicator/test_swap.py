@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -330,6 +330,62 @@ def test_a_collective_in_flight_inside_a_backward_fails_with_the_right_error() -
             worker.say()
         assert "the collective was aborted" in workers[0].wait("result")
         workers[1].say()
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "all_reduce": lambda: dist.all_reduce(torch.ones(1 << 14), async_op=True),
+    "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.ones(10), torch.ones(20), async_op=True),
+    "receive": lambda: dist.irecv(torch.ones(10), 1),
+}
+"""One of each kind of work: with a future, without one, point to point."""
+
+
+def wait_for_a_late_peer(seat: Seat) -> dict[str, Any]:
+    """Rank 1 comes late to the first round and never to the second, in which rank 0 is closed."""
+    communicators = seat.join()
+    found: dict[str, Any] = {}
+    for name, call in CALLS.items():
+        if seat.rank == 1:
+            seat.hear()
+            if name == "receive":
+                dist.send(torch.ones(10), 0)
+            else:
+                call().wait()
+            continue
+        work = call()
+        seat.tell("issued", name)
+        work.wait()
+        found[name] = "done"
+    seat.tell("second round")
+    seat.hear()
+    if seat.rank == 1:
+        seat.hear()  # alive, and silent
+        return found
+    works = {name: call() for name, call in CALLS.items()}
+    future = dist.all_reduce(torch.ones(5), async_op=True).get_future()
+    threading.Timer(0.2, communicators.close, [1]).start()
+    for name, wait in [*((name, work.wait) for name, work in works.items()), ("future", future.wait)]:
+        try:
+            wait()
+        except CollectiveAborted as error:
+            found[name] = str(error)
+    return found
+
+
+def test_every_kind_of_work_waits_for_a_late_peer_and_ends_at_a_close() -> None:
+    with Cluster(2) as cluster:
+        waiting, late = cluster.start_all(wait_for_a_late_peer)
+        for name in CALLS:
+            assert waiting.wait("issued", START_S) == name
+            time.sleep(0.3)  # longer than one slice of a wait; nothing else depends on it
+            late.say()
+        for worker in (waiting, late):
+            worker.wait("second round")
+            worker.say()
+        found = waiting.wait("result")
+        late.say()
+    assert sorted(found) == ["all_reduce", "future", "receive", "reduce_scatter"]
+    assert all("group '0', generation 1: the collective was aborted" in text for text in found.values())
 
 
 def count_calls(seat: Seat) -> dict[str, Any]:
