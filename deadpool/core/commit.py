@@ -38,6 +38,12 @@ REPEAT_S = 0.5
 MAX_LEAD_STEPS = 64
 """Largest distance at which a step is named ahead of the newest boundary heard of."""
 
+COMMITS_PER_SHRINK = 8
+"""Commits in a row after which a smaller lead is tried."""
+
+REFUSED_PAUSE_S = 0.05
+"""Pause between namings refused by ranks that did not pass them, such as finished ones, which refuse all."""
+
 
 # --- Messages between agents ---
 
@@ -166,12 +172,14 @@ class LeadState:
     refused: int = 0  # ranks that refused `step`; never taken back
     at_step: int = 0  # newest boundary heard of
     lead_steps: int = 1  # grows with refusals, shrinks with commits
+    commits: int = 0  # in a row
     repeat_at_s: float = 0.0
+    pause_until_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeadTick:
-    """Time passes. Send one at least every REPEAT_S / 2; naming after a refusal waits for it."""
+    """Time passes. Send one every REPEAT_S / 2, and after a refusal: the next naming waits for it."""
 
     now_s: float
 
@@ -279,20 +287,20 @@ def _on_report(state: LeadState, report: Report) -> tuple[LeadState, tuple[LeadE
         case ReportKind.HELD:
             state = replace(state, held=state.held | bit)
             if state.held == bitset.full(state.world_size) and not state.refused:
-                shorter = max(1, state.lead_steps - 1)
-                name = Name(step=state.step, generation=state.generation)
-                return _commit(replace(state, lead_steps=shorter), name)
+                return _commit(_note_commit(state), Name(step=state.step, generation=state.generation))
         case ReportKind.REFUSED:
             if not state.refused:
-                state = replace(state, lead_steps=min(MAX_LEAD_STEPS, state.lead_steps * 2))
+                state = replace(state, lead_steps=min(MAX_LEAD_STEPS, state.lead_steps + 1), commits=0)
             state = replace(state, refused=state.refused | bit)
     return state, ()
 
 
 def _on_lead_tick(state: LeadState, now_s: float) -> tuple[LeadState, tuple[LeadEffect, ...]]:
     if state.refused:
+        if state.at_step < state.step and now_s < state.pause_until_s:
+            return state, ()
         state, effects = _name_next(state)
-        return replace(state, repeat_at_s=now_s + REPEAT_S), effects
+        return replace(state, repeat_at_s=now_s + REPEAT_S, pause_until_s=now_s + REFUSED_PAUSE_S), effects
     if now_s < state.repeat_at_s:
         return state, ()
     state = replace(state, repeat_at_s=now_s + REPEAT_S)
@@ -301,6 +309,12 @@ def _on_lead_tick(state: LeadState, now_s: float) -> tuple[LeadState, tuple[Lead
         protected = dict(state.copies).get(state.rollback, 0)
         return state, (_ask(state, everyone & ~(state.answered & protected) or everyone),)
     return state, (SendNaming(naming=_naming(state), ranks=everyone & ~state.held),)
+
+
+def _note_commit(state: LeadState) -> LeadState:
+    if state.commits + 1 < COMMITS_PER_SHRINK:
+        return replace(state, commits=state.commits + 1)
+    return replace(state, commits=0, lead_steps=max(1, state.lead_steps - 1))
 
 
 def _commit(state: LeadState, name: Name) -> tuple[LeadState, tuple[LeadEffect, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
@@ -86,7 +86,12 @@ def _followed(
 @lru_cache(maxsize=500_000)
 def _led(leader: Fixed[LeadState], event: LeadEvent) -> tuple[Fixed[LeadState], tuple[LeadEffect, ...]]:
     state, effects = lead(leader.value, event)
-    return _fixed_leader(state), effects
+    return _fixed_leader(_timeless(state)), effects
+
+
+def _timeless(state: LeadState) -> LeadState:
+    """The clock stands at 0, and every pause is over: a tick may come at any time."""
+    return replace(state, repeat_at_s=0.0, pause_until_s=0.0)
 
 
 class Bank(NamedTuple):
@@ -275,7 +280,7 @@ def search(
     while came is not None:
         path.append(came[1])
         came = came_from[came[0]]
-    stuck = _count_stuck(came_from, before, best) if checks_progress and not violation else 0
+    stuck = _count_stuck(came_from, before) if checks_progress and not violation else 0
     return Verdict(
         states=len(came_from),
         violation=violation,
@@ -286,11 +291,9 @@ def search(
     )
 
 
-def _count_stuck(
-    worlds: dict[World, tuple[World, str] | None], before: dict[World, list[World]], best: int
-) -> int:
-    """Worlds with nobody past the first step from which the best commit can no longer be reached."""
-    good = {world for world in worlds if any(claim.step >= best for claim in _claims(world))}
+def _count_stuck(worlds: dict[World, tuple[World, str] | None], before: dict[World, list[World]]) -> int:
+    """Worlds with nobody past the first step from which no later one can be committed any more."""
+    good = {world for world in worlds if any(claim.step > 1 for claim in _claims(world))}
     todo = list(good)
     while todo:
         for previous in before.get(todo.pop(), ()):
@@ -505,7 +508,7 @@ def _begin_lead(world: World, setup: Setup, term: int) -> World:
         rollback=world.rollback,
         now_s=0.0,
     )
-    world = world._replace(leaders=(*world.leaders, _fixed_leader(leader)))
+    world = world._replace(leaders=(*world.leaders, _fixed_leader(_timeless(leader))))
     return _send(world, setup, effects)
 
 

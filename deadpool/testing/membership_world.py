@@ -68,7 +68,7 @@ class Setup:
     deadlines: int = 0
     elections: int = 0
     last_step: int = 1
-    replicated: bool = False  # one group of all ranks
+    replicated: tuple[int, ...] = ()  # ranks that hold the same bytes
     checkpoint: bool = False
 
 
@@ -89,7 +89,7 @@ def make_member(index: int, nproc: int = 1, **more: object) -> Member:
 def initial_world(setup: Setup, limits: Limits | None = None) -> World:
     """The job runs: snapshot 0 is committed everywhere."""
     state = initial_state(limits or Limits(), setup.slots, setup.nproc)
-    groups = (ReplicatedGroup(ranks=tuple(range(setup.slots * setup.nproc))),) if setup.replicated else ()
+    groups = (ReplicatedGroup(ranks=setup.replicated),) if setup.replicated else ()
     world = World(
         state,
         Truth(groups=groups, replicas=min(1, setup.slots - 1)),
@@ -374,6 +374,7 @@ def search(setup: Setup, *, max_states: int = 1_000_000, limits: Limits | None =
     came_from: dict[World, tuple[World, str] | None] = {start: None}
     frontier = [start]
     phases: set[Phase] = set()
+    views: set[View] = set()
     label = ""
     while frontier and len(came_from) <= max_states:
         following: list[World] = []
@@ -381,7 +382,9 @@ def search(setup: Setup, *, max_states: int = 1_000_000, limits: Limits | None =
             assert world.state.view is not None
             phases.add(world.state.view.phase)
             try:
-                check_stale(world.state)
+                if world.state.view not in views:
+                    views.add(world.state.view)
+                    check_stale(world.state)
                 for label, after in moves(world, setup):
                     seen = len(came_from)
                     came_from.setdefault(after, (world, label))
@@ -398,8 +401,9 @@ def search(setup: Setup, *, max_states: int = 1_000_000, limits: Limits | None =
     return Verdict(states=len(came_from), phases=frozenset(phases))
 
 
-def check_bounded(world: World, *, limit: int = 40) -> None:
+def check_bounded(world: World) -> None:
     """Invariant 7: if nobody ever answers again, deadlines alone bring the job to its end."""
+    limit = 10 + 4 * len(world.state.members)  # every silent spare is given its chance
     for _ in range(limit):
         view = world.state.view
         assert view is not None

@@ -22,7 +22,6 @@ from deadpool.core.membership import (
     State,
     step,
 )
-from deadpool.core.plan import newest_live_name
 from deadpool.core.types import (
     Ack,
     Fault,
@@ -101,6 +100,24 @@ def with_copies(
 def copies_of(inventory: Inventory, rank: int) -> RankCopies:
     """The copies of `rank` in `inventory`."""
     return next((copies for copies in inventory.copies if copies.rank == rank), RankCopies(rank=rank))
+
+
+def newest_live(
+    world_size: int, inventories: Iterable[Inventory], groups: Iterable[ReplicatedGroup]
+) -> Name | None:
+    """The newest live name by its definition, found otherwise than the core finds it."""
+    own: set[tuple[int, Name]] = set()
+    anywhere: set[tuple[int, Name]] = set()
+    for inventory in inventories:
+        for copies in inventory.copies:
+            own |= {(copies.rank, name) for name in copies.own}
+            anywhere |= {(copies.rank, name) for name in (*copies.own, *copies.held)}
+    names = sorted({name for _, name in anywhere}, reverse=True)
+    for name in names:
+        has_all_ranks = all((rank, name) in anywhere for rank in range(world_size))
+        if has_all_ranks and all(any((rank, name) in own for rank in group.ranks) for group in groups):
+            return name
+    return None
 
 
 def check_step(truth: Truth, before: State, event: Event, after: State, effects: tuple[Effect, ...]) -> None:
@@ -216,7 +233,7 @@ def _check_state(truth: Truth, view: View) -> None:
     is_lost = view.phase is Phase.HALTED and view.exit_code == 4
     is_restored = view.phase in (Phase.RESTORING, Phase.STALLED) and view.rollback is not None
     if is_lost or (is_restored and view.source is Source.CHECKPOINT):
-        live = newest_live_name(view.world_size, truth.inventories, truth.groups)
+        live = newest_live(view.world_size, truth.inventories, truth.groups)
         if live is not None:
             raise OracleViolation(f"3: given up although {live} is live")
         if truth.protected is not None and truth.lost_since <= truth.replicas:
@@ -243,7 +260,7 @@ def _check_acked(truth: Truth, view: View) -> None:
                 for c in ack.inventory.copies
             )
             copies.append(replace(ack.inventory, copies=of_rollback))
-    if newest_live_name(view.world_size, copies, truth.groups) is None:
+    if newest_live(view.world_size, copies, truth.groups) is None:
         raise OracleViolation(f"5: back to {view.rollback}, of which no complete set was acked")
 
 

@@ -387,8 +387,8 @@ MEMBERSHIP_MUTANTS = (
             ),
         ),
         world="membership",
-        setup={"kills": 1, "slots": 1, "spares": 1, "replicated": True},
-        finds="",
+        setup={"kills": 2, "slots": 4, "spares": 0, "replicated": (0, 2), "last_step": 0},
+        finds="5: ",
     ),
     Mutant(
         name="a stalled job waits for ever",

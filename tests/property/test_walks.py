@@ -48,7 +48,7 @@ class MembershipWalk(RuleBasedStateMachine):
             deadlines=many,
             elections=many,
             last_step=many,
-            replicated=replicated,
+            replicated=tuple(range(slots * nproc)) if replicated else (),
             checkpoint=checkpoint,
         )
         self.world = membership_world.initial_world(self.setup)

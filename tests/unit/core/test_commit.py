@@ -6,7 +6,9 @@ import pytest
 
 from deadpool.core import bitset
 from deadpool.core.commit import (
+    COMMITS_PER_SHRINK,
     MAX_LEAD_STEPS,
+    REFUSED_PAUSE_S,
     REPEAT_S,
     AskBanks,
     BanksReport,
@@ -198,15 +200,27 @@ def test_a_refusal_is_final_and_the_next_step_waits_for_a_tick() -> None:
     assert leader.named == [6]  # newest boundary 4, lead 2
 
 
-def test_the_lead_grows_with_refusals_and_shrinks_with_commits() -> None:
+def test_the_lead_grows_with_refusals_and_shrinks_after_commits_in_a_row() -> None:
     leader = ready()
-    for _ in range(10):
-        leader.report(0, ReportKind.REFUSED, leader.state.step)
+    for _ in range(MAX_LEAD_STEPS + 5):
+        leader.report(0, ReportKind.REFUSED, leader.state.step, at_step=leader.state.step)
         leader.feed(LeadTick(now_s=0.0))
     assert leader.state.lead_steps == MAX_LEAD_STEPS
-    for rank in (0, 1):
-        leader.report(rank, ReportKind.HELD, leader.state.step)
+    for count in range(1, COMMITS_PER_SHRINK + 1):
+        assert leader.state.lead_steps == MAX_LEAD_STEPS, f"after {count - 1} commits"
+        for rank in (0, 1):
+            leader.report(rank, ReportKind.HELD, leader.state.step)
     assert leader.state.lead_steps == MAX_LEAD_STEPS - 1
+
+
+def test_ranks_that_refuse_everything_do_not_make_the_leader_spin() -> None:
+    leader = ready()
+    named = 0
+    for tick in range(100):  # 10 ms apart; nobody passes a boundary any more
+        leader.report(0, ReportKind.REFUSED, leader.state.step)
+        leader.feed(LeadTick(now_s=tick * 0.01))
+        named += len(leader.named)
+    assert named <= 1 / REFUSED_PAUSE_S + 1
 
 
 def test_a_naming_is_repeated_only_to_ranks_that_do_not_hold_it() -> None:
