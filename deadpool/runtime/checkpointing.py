@@ -104,8 +104,8 @@ class CheckpointTier:
         self.complete = None if manifest is None else manifest.name
         return self.complete
 
-    def load(self, rank: int, name: Name, segment: Segment, bank: int, once: OnceArea) -> None:
-        """Read a rank's shard into a bank of its own segment; the bank is COMPLETE afterwards.
+    def load(self, rank: int, name: Name, segment: Segment, bank: int, once: OnceArea) -> int:
+        """Read a rank's shard into a bank that was begun; returns the blob's length. Any thread.
 
         Raises:
             LayoutMismatch: the checkpoint was made by a script with another state.
@@ -128,13 +128,8 @@ class CheckpointTier:
                 "replicated": segment.replicated_view(bank),
             }
 
-        segment.begin(bank, name)
-        try:
-            read_shard(self.root, manifest, rank, place)
-        except BaseException:
-            segment.empty(bank)
-            raise
-        segment.complete(bank, blob_len=sizes["blob"])
+        read_shard(self.root, manifest, rank, place)
+        return sizes["blob"]
 
     def read_once(self, rank: int, name: Name) -> bytes:
         """The write-once area that was saved with a rank's shard."""

@@ -5,32 +5,53 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from deadpool.core.plan import RankPlan
-from deadpool.core.types import Member, MemberId, Name, ReplicatedGroup
+from deadpool.core.types import Member, MemberId, Name
 from deadpool.errors import SnapshotError
 from deadpool.runtime.once import OnceArea
+from deadpool.store.checksum import iterate_chunks
 from deadpool.store.fetch import fetch_once, fetch_replicated, fetch_unique
 from deadpool.store.host_memory import HostMemoryStore
 from deadpool.store.segment import Segment, SegmentKind
-from deadpool.store.transport import Address, Transport, TransportFailed
+from deadpool.store.transport import Address, PeerRefused, Transport, TransportFailed
 
 ONCE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotJob:
-    """One rank's state to be brought into a bank of its own segment."""
+    """One rank's state to be brought into a bank of its own segment.
 
-    plan: RankPlan
-    load: Callable[[int, Name, Segment, int, OnceArea], None] | None  # from the checkpoint, not from peers
+    Attributes:
+        rank: logical rank.
+        name: the snapshot.
+        sources: members that have its unique bytes and blob; tried in this order.
+        replicated: for each replicated group (start, bytes, sources as (rank, member), tried in order).
+        load: reads it from the checkpoint instead, and returns the blob's length.
+    """
+
+    rank: int
     name: Name
+    sources: tuple[MemberId, ...]
+    replicated: tuple[tuple[int, int, tuple[tuple[int, MemberId], ...]], ...]
+    load: Callable[[int, Name, Segment, int, OnceArea], int] | None
     bank: int
     segment: Segment
     once: OnceArea
-    groups: tuple[ReplicatedGroup, ...]  # as the plan numbers them
     generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """How a job ended; the bank is still WRITING."""
+
+    job: SnapshotJob
+    blob_len: int = 0
+    problem: str = ""
+    is_local: bool = False  # the problem lies with this host
+    seconds: float = 0.0
 
 
 class Fetcher:
@@ -55,6 +76,7 @@ class Fetcher:
         self._members = members
         self._post = post
         self._threads: list[threading.Thread] = []
+        self._busy: set[tuple[int, int]] = set()  # (rank, bank) being written
 
     def once(
         self,
@@ -88,20 +110,29 @@ class Fetcher:
 
         self._start(work, f"fetch-once-{rank}")
 
-    def snapshot(self, job: SnapshotJob, done: Callable[[SnapshotJob, str, float], None]) -> None:
-        """Bring a snapshot into a bank, COMPLETE at the end; `done(job, why not, seconds)`."""
+    def busy_banks(self, rank: int) -> set[int]:
+        """Banks of a rank that a fetch still writes, also one of an older generation."""
+        return {bank for busy_rank, bank in self._busy if busy_rank == rank}
+
+    def snapshot(self, job: SnapshotJob, done: Callable[[Fetched], None]) -> None:
+        """Fill a bank that was begun; `done` completes or empties it, on the main thread."""
+        self._busy.add((job.rank, job.bank))
 
         def work() -> None:
-            started = time.monotonic()
-            why = ""
+            started_s = time.monotonic()
             try:
-                self._fetch_snapshot(job)
-            except SnapshotError as error:
-                job.segment.empty(job.bank)
-                why = str(error)
-            self._post(done, job, why, time.monotonic() - started)
+                result = Fetched(job=job, blob_len=self._fetch_snapshot(job))
+            except (TransportFailed, PeerRefused) as error:
+                result = Fetched(job=job, problem=str(error))
+            except (SnapshotError, OSError, ValueError) as error:
+                result = Fetched(job=job, problem=str(error), is_local=True)
+            self._post(finish, replace(result, seconds=time.monotonic() - started_s))
 
-        self._start(work, f"fetch-{job.plan.rank}")
+        def finish(result: Fetched) -> None:
+            self._busy.discard((job.rank, job.bank))
+            done(result)
+
+        self._start(work, f"fetch-{job.rank}")
 
     def close(self, timeout_s: float) -> None:
         for thread in self._threads:
@@ -119,49 +150,73 @@ class Fetcher:
             raise TransportFailed(f"member {member} is not registered any more")
         return (found.address, found.data_port)
 
-    def _fetch_snapshot(self, job: SnapshotJob) -> None:
-        segment, bank, plan = job.segment, job.bank, job.plan
+    def _fetch_snapshot(self, job: SnapshotJob) -> int:
+        """Fill the bank; returns the blob's length."""
+        segment, bank = job.segment, job.bank
         if job.load is not None:
-            job.load(plan.rank, job.name, segment, bank, job.once)
-            return
-        segment.begin(bank, job.name)
+            return job.load(job.rank, job.name, segment, bank, job.once)
         blob_len = self._copy_held(job)
         if blob_len is None:
-            if plan.unique_from is None:
-                raise TransportFailed(f"rank {plan.rank}: the plan expects {job.name} in the own bank")
-            blob_len = fetch_unique(
-                self._transport,
-                self._address(plan.unique_from),
-                plan.rank,
-                job.name,
-                generation=job.generation,
-                into=segment,
-                bank=bank,
+            blob_len = _first_that_works(
+                job.sources,
+                lambda source: fetch_unique(
+                    self._transport,
+                    self._address(source),
+                    job.rank,
+                    job.name,
+                    generation=job.generation,
+                    into=segment,
+                    bank=bank,
+                ),
             )
-        spans = {tuple(ranks): (start, n_bytes) for ranks, start, n_bytes in job.once.spans}
-        for index, source_rank, member in plan.replicated_from:
-            start, n_bytes = spans[job.groups[index].ranks]
-            fetch_replicated(
-                self._transport,
-                self._address(member),
-                source_rank,
-                job.name,
-                generation=job.generation,
-                offset_bytes=start,
-                into=segment.replicated_view(bank)[start : start + n_bytes],
-            )
-        segment.complete(bank, blob_len=blob_len)
+        for start, n_bytes, sources in job.replicated:
+            view = segment.replicated_view(bank)[start : start + n_bytes]
+
+            def get(source: tuple[int, MemberId], start: int = start, view: memoryview = view) -> None:
+                fetch_replicated(
+                    self._transport,
+                    self._address(source[1]),
+                    source[0],
+                    job.name,
+                    generation=job.generation,
+                    offset_bytes=start,
+                    into=view,
+                )
+
+            _first_that_works(sources, get)
+        return blob_len
 
     def _copy_held(self, job: SnapshotJob) -> int | None:
         """This host holds a replica of the rank it takes over: nothing need travel."""
-        held = self._store.held(job.plan.rank)
+        held = self._store.held(job.rank)
         if held is None or held.bank_of(job.name) is None:
             return None
-        with self._store.read(job.plan.rank, job.name, kind=SegmentKind.HELD) as reader:
+        with self._store.read(job.rank, job.name, kind=SegmentKind.HELD) as reader:
             source = reader.bank
             assert source is not None
-            blob = held.blob_view(source)[: reader.info.blob_len]
-            job.segment.blob_view(job.bank)[: len(blob)] = blob
-            job.segment.unique_view(job.bank)[:] = held.unique_view(source)
+            blob_len = reader.info.blob_len
+            copy_view(held.blob_view(source)[:blob_len], job.segment.blob_view(job.bank)[:blob_len])
+            copy_view(held.unique_view(source), job.segment.unique_view(job.bank))
             reader.finish()
-            return reader.info.blob_len
+            return blob_len
+
+
+def copy_view(source: memoryview, target: memoryview) -> None:
+    """Copy chunk by chunk: one assignment of a large view would hold the GIL, and with it the heartbeats."""
+    for offset, chunk in iterate_chunks(source):
+        target[offset : offset + len(chunk)] = chunk
+
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def _first_that_works(sources: Sequence[S], get: Callable[[S], T]) -> T:
+    """Try each source, then each once more: one that dies in the middle is no fault of this host."""
+    problem = TransportFailed("no live member has it")
+    for source in (*sources, *sources):
+        try:
+            return get(source)
+        except (TransportFailed, PeerRefused) as error:
+            problem = TransportFailed(f"{source}: {error}")
+    raise problem

@@ -143,6 +143,8 @@ class Host:
 
     def _begin_generation(self, view: View) -> None:
         parts = self._parts
+        if self._generation.restoring is not None:
+            self._generation.restoring.close()
         self._generation = _Generation(view.generation)
         self._faults.begin(view.generation)
         parts.writer.set_generation(view.generation)
@@ -378,8 +380,10 @@ class Host:
         load: Name | None = None
         if view is not None and view.phase is Phase.FORMING and view.rollback is not None:
             load = view.rollback
+            segment.begin(0, load)
             try:
-                self._parts.checkpoints.load(rank, load, segment, 0, OnceArea.decode(once))
+                blob_len = self._parts.checkpoints.load(rank, load, segment, 0, OnceArea.decode(once))
+                segment.complete(0, blob_len=blob_len)
             except SnapshotError as error:
                 self._faults.report(FaultKind.BAD_INPUT, (rank,), str(error), 0)
                 return

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
-from deadpool.core.plan import NoLiveCopy, RankPlan, merge_groups, plan_recovery
+from deadpool.core.plan import NoLiveCopy, RankPlan, kept_names, merge_groups, plan_recovery
 from deadpool.core.types import (
     Ack,
     FaultKind,
+    Inventory,
     Member,
     MemberId,
+    Name,
     Phase,
     ReplicatedGroup,
     Source,
@@ -18,13 +21,15 @@ from deadpool.core.types import (
 )
 from deadpool.errors import StoreUnavailable
 from deadpool.runtime.faults import FaultReports
-from deadpool.runtime.fetch import SnapshotJob
+from deadpool.runtime.fetch import Fetched, SnapshotJob
 from deadpool.runtime.messages import Restore
 from deadpool.runtime.once import OnceArea
 from deadpool.runtime.once_areas import OnceAreas
 from deadpool.runtime.parts import HostParts
 from deadpool.runtime.workforce import WorkerState
 from deadpool.store.segment import BankState
+
+logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 
@@ -61,6 +66,8 @@ class Restoring:
         self._ranks = view.ranks_of_slot(view.slots.index(member))
         self._plans: dict[int, RankPlan] | None = None
         self._groups: tuple[ReplicatedGroup, ...] = ()
+        self._inventories: tuple[Inventory, ...] = ()
+        self._is_closed = False
         self._banks: dict[int, int] = {}  # rank -> bank that holds the rollback step
         self._fetching: set[int] = set()
         self._fetch_s = 0.0
@@ -73,17 +80,22 @@ class Restoring:
         self._parts.server.set_generation(self._view.generation, self._rollback)
         self.tick()
 
+    def close(self) -> None:
+        """A newer generation has begun: whatever arrives late counts no more."""
+        self._is_closed = True
+
     def tick(self) -> None:
-        if self._plans is not None or time.monotonic() < self._retry_at_s:
+        """Plan if that was not possible yet; look again at what was missing."""
+        if time.monotonic() < self._retry_at_s:
             return
-        try:
-            self._plans = self._plan()
-        except (StoreUnavailable, NoLiveCopy) as error:
-            self._parts.log.emit(
-                "wait.long", generation=self._view.generation, waiting_for=f"the acks of all hosts ({error})"
-            )
-            self._retry_at_s = time.monotonic() + RETRY_S
-            return
+        self._retry_at_s = time.monotonic() + RETRY_S
+        if self._plans is None:
+            try:
+                self._plans = self._plan()
+            except (StoreUnavailable, NoLiveCopy) as error:
+                logger.info("the acks of generation %d are not there: %s", self._view.generation, error)
+                return
+            self._parts.store.keep_only(self._kept())
         for rank in self._ranks:
             self.prepare(rank)
 
@@ -96,23 +108,30 @@ class Restoring:
         if bank is not None:
             self._banks[rank] = bank
             self.try_restore(rank)
-        elif rank not in self._fetching:
-            self._fetching.add(rank)
-            free = [bank for bank in (0, 1) if segment.bank_info(bank).state is BankState.EMPTY]
-            is_durable = self._view.source is Source.CHECKPOINT
-            self._parts.fetcher.snapshot(
-                SnapshotJob(
-                    plan=self._plans.get(rank, RankPlan(rank=rank)),
-                    name=self._rollback,
-                    load=self._parts.checkpoints.load if is_durable else None,
-                    bank=free[0] if free else 0,
-                    segment=segment,
-                    once=OnceArea.decode(area),
-                    groups=self._groups,
-                    generation=self._view.generation,
-                ),
-                self._on_fetched,
-            )
+            return
+        busy = self._parts.fetcher.busy_banks(rank)
+        banks = [bank for bank in (0, 1) if bank not in busy]
+        if rank in self._fetching or not banks:
+            return  # a fetch of an older generation still ends: looked at again at the next tick
+        self._fetching.add(rank)
+        empty = [bank for bank in banks if segment.bank_info(bank).state is BankState.EMPTY]
+        bank = (empty or banks)[0]
+        segment.begin(bank, self._rollback)
+        once = OnceArea.decode(area)
+        self._parts.fetcher.snapshot(
+            SnapshotJob(
+                rank=rank,
+                name=self._rollback,
+                sources=self._sources(rank),
+                replicated=self._replicated_sources(rank, once),
+                load=self._parts.checkpoints.load if self._view.source is Source.CHECKPOINT else None,
+                bank=bank,
+                segment=segment,
+                once=once,
+                generation=self._view.generation,
+            ),
+            self._on_fetched,
+        )
 
     def try_restore(self, rank: int) -> None:
         """Tell the worker, if both it and its state are there."""
@@ -121,7 +140,7 @@ class Restoring:
         bank = self._banks.get(rank)
         if worker is None or bank is None or host is None:
             return
-        if worker.state in (WorkerState.QUIET, WorkerState.ATTACHED):
+        if worker.state in (WorkerState.QUIET, WorkerState.ATTACHED) and not self._is_closed:
             self._parts.workforce.restore(
                 worker,
                 Restore(
@@ -156,17 +175,54 @@ class Restoring:
         acks = [
             ack for ack in self._parts.registry.acks(self._view.generation) if ack.phase is Phase.ABORTING
         ]
-        inventories = [ack.inventory for ack in acks if ack.inventory is not None]
+        self._inventories = tuple(ack.inventory for ack in acks if ack.inventory is not None)
         self._groups = merge_groups(acks)
-        return {plan.rank: plan for plan in plan_recovery(self._view, inventories, self._groups)}
+        return {plan.rank: plan for plan in plan_recovery(self._view, self._inventories, self._groups)}
 
-    def _on_fetched(self, job: SnapshotJob, problem: str, seconds: float) -> None:
-        rank = job.plan.rank
-        if problem:
-            if self._members().get(self._member) is not None:
-                text = f"fetch of rank {rank}: {problem}"
-                self._faults.report(FaultKind.SPARE_FAILED, (rank,), text, self._rollback.step)
+    def _kept(self) -> frozenset[Name]:
+        return kept_names(self._view.world_size, self._inventories, self._rollback)
+
+    def _sources(self, rank: int) -> tuple[MemberId, ...]:
+        """Members with unique bytes and blob of a rank; the plan's choice first."""
+        assert self._plans is not None
+        planned = self._plans.get(rank, RankPlan(rank=rank)).unique_from
+        others = [
+            inventory.member
+            for inventory in self._inventories
+            for copies in inventory.copies
+            if copies.rank == rank and self._rollback in (*copies.own, *copies.held)
+        ]
+        return tuple(dict.fromkeys(each for each in (planned, *others) if each))
+
+    def _replicated_sources(
+        self, rank: int, once: OnceArea
+    ) -> tuple[tuple[int, int, tuple[tuple[int, MemberId], ...]], ...]:
+        assert self._plans is not None
+        spans = {tuple(ranks): (start, n_bytes) for ranks, start, n_bytes in once.spans}
+        found = []
+        for index, source, member in self._plans.get(rank, RankPlan(rank=rank)).replicated_from:
+            group = self._groups[index].ranks
+            others = [
+                (copies.rank, inventory.member)
+                for inventory in self._inventories
+                for copies in inventory.copies
+                if copies.rank in group and self._rollback in copies.own
+            ]
+            found.append((*spans[group], tuple(dict.fromkeys([(source, member), *others]))))
+        return tuple(found)
+
+    def _on_fetched(self, result: Fetched) -> None:
+        job = result.job
+        if self._is_closed or result.problem:
+            job.segment.empty(job.bank)
+        if self._is_closed:
             return
-        self._fetch_s = max(self._fetch_s, seconds)
-        self._banks[rank] = job.bank
-        self.try_restore(rank)
+        if result.problem:
+            kind = FaultKind.SPARE_FAILED if result.is_local else FaultKind.COLLECTIVE
+            text = f"fetch of rank {job.rank}: {result.problem}"
+            self._faults.report(kind, (job.rank,), text, self._rollback.step)
+            return
+        job.segment.complete(job.bank, blob_len=result.blob_len)
+        self._fetch_s = max(self._fetch_s, result.seconds)
+        self._banks[job.rank] = job.bank
+        self.try_restore(job.rank)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Self
 
@@ -332,6 +332,17 @@ class HostMemoryStore:
             for bank in BANKS:
                 complete = segment.bank_info(bank).complete_name
                 if complete is None or complete > name:
+                    self._stop(_uses(key, bank), STOP_TIMEOUT_S)
+                    segment.empty(bank)
+
+    def keep_only(self, names: Collection[Name]) -> None:
+        """Empty every complete copy of another name. For RESTORING, once it is known what stays."""
+        with self.condition:
+            segments = list(self._segments.items())
+        for key, segment in segments:
+            for bank in BANKS:
+                complete = segment.bank_info(bank).complete_name
+                if complete is not None and complete not in names:
                     self._stop(_uses(key, bank), STOP_TIMEOUT_S)
                     segment.empty(bank)
 
