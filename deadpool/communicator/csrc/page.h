@@ -15,7 +15,8 @@ constexpr size_t kClosedGenerationOffset = 16;
 constexpr size_t kHandleCountOffset = 72;
 constexpr size_t kEntriesOffset = 4096;
 
-// One per handle, in creation order. The agent compares `issued` across ranks to name the one that others wait for.
+// One per handle, in creation order; counted anew in each generation. The agent compares `issued` across ranks to name the one
+// that others wait for.
 struct HandleEntry {
   std::atomic<uint64_t> name_hash;
   std::atomic<uint64_t> issued;
