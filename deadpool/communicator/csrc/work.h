@@ -75,8 +75,8 @@ class ForwardWork : public c10d::Work {
 // When a connection fails while an operation writes to it, gloo may miss to tell that operation: its waiter sleeps until the
 // timeout of the group (measured: in 0.7% of aborts, ring all-reduce in UnboundBuffer::waitSend). So no caller of ours waits
 // inside gloo without end. A wait for a collective sleeps on a Flight, or in slices where there is no future, and ends some time
-// after a close; a wait for a send or receive, and futures, are listed as BlockedCalls and made to fail. gloo's own thread stays behind until the timeout, in a
-// communicator that is buried; it writes nothing, its connections are gone.
+// after a close; a wait for a send or receive, and futures, are listed as BlockedCalls and made to fail. gloo's own thread stays
+// behind until the timeout, in a communicator that is buried; it writes nothing, its connections are gone.
 
 // Whether a gloo collective has ended.
 class Flight {

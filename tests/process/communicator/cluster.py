@@ -16,6 +16,7 @@ from multiprocessing import connection, reduction
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from deadpool.communicator.groups import Communicators
 from deadpool.communicator.rendezvous import RendezvousStore
@@ -247,3 +248,9 @@ def seconds(call: Callable[[], Any]) -> float:
     started = time.monotonic()
     call()
     return time.monotonic() - started
+
+
+def all_reduce_value(value: float, group: dist.ProcessGroup | None = None) -> float:
+    tensor = torch.full((1000,), float(value))
+    dist.all_reduce(tensor, group=group)
+    return tensor[-1].item()
