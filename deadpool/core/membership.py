@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -155,11 +156,17 @@ def _on_elected(state: State, event: LeaderElected) -> Outcome:
     state = replace(state, quarantined=frozenset(event.quarantined), checkpoint=event.checkpoint)
     view = event.view
     named = {*view.slots, *view.leaving} if view else set()
-    state = replace(state, members=tuple(member for member in event.members if member.id in named))
+    admitted = [member for member in event.members if member.id in named]
     effects: list[Effect] = []
     for member in event.members:
-        state, fences = _on_joined(state, member)
-        effects.extend(fences)
+        if member.id in named:
+            continue
+        if problem := _misfit(state, member, admitted):
+            state = replace(state, fenced=state.fenced | {member.id})
+            effects.append(Fence(member_id=member.id, reason=problem, quarantine=True))
+        else:
+            admitted.append(member)
+    state = replace(state, members=tuple(admitted))
     if view is None:
         return replace(state, deadline_s=event.now_s + state.limits.forming_s), tuple(effects)
     state = enter_view(state, view, event.now_s)
@@ -180,19 +187,19 @@ def _on_joined(state: State, member: Member) -> Outcome:
         return state, (Fence(member_id=member.id, reason="This incarnation was replaced."),)
     if any(m.id == member.id for m in state.members):
         return replace(state, missing=state.missing - {member.id}), ()
-    if problem := _misfit(state, member):
+    if problem := _misfit(state, member, state.members):
         state = replace(state, fenced=state.fenced | {member.id})
         return state, (Fence(member_id=member.id, reason=problem, quarantine=True),)
     return replace(state, members=(*state.members, member), missing=state.missing - {member.id}), ()
 
 
-def _misfit(state: State, member: Member) -> str:
+def _misfit(state: State, member: Member, others: Sequence[Member]) -> str:
     if member.nproc != state.nproc:
         return (
             f"Host {member.host} offers {member.nproc} workers; this job needs {state.nproc} on every host."
         )
-    if state.members and member.versions != state.members[0].versions:
-        first = state.members[0]
+    if others and member.versions != others[0].versions:
+        first = others[0]
         differing = sorted({name for name, _ in set(member.versions) ^ set(first.versions)})
         return f"Host {member.host} has other versions of {', '.join(differing)} than host {first.host}."
     return ""
@@ -300,11 +307,10 @@ def _quarantine_spare(state: State, fault: Fault) -> Outcome:
 
 
 def _on_worker_fault(state: State, view: View, fault: Fault, now_s: float) -> Outcome:
-    ranks = [rank for rank in fault.ranks if 0 <= rank < view.world_size]
-    slots = {view.slot_of_rank(rank) for rank in ranks}
-    if not slots and fault.member in state.slot_of:
-        slots = {state.slot_of[fault.member]}
-    slots = {slot for slot in slots if view.slots[slot]}
+    # A member speaks of its own ranks only: one that leaves its slot may still report what ended there.
+    slots = {state.slot_of[fault.member]} if fault.member in state.slot_of else set()
+    if fault.ranks:
+        slots &= {view.slot_of_rank(rank) for rank in fault.ranks if 0 <= rank < view.world_size}
     if not slots:
         return state, ()
     is_user_error = fault.kind is FaultKind.USER_ERROR

@@ -23,6 +23,7 @@ class RankProgress:
     tick_frozen: bool  # its native listener has not ticked for the whole progress timeout: stopped, not busy
     finished_step: int
     handles: tuple[HandleProgress, ...]
+    is_quiet: bool = False  # in a section that the script declared quiet: it may take as long as it takes
 
 
 def find_culprits(reports: Sequence[RankProgress]) -> tuple[int, ...]:
@@ -32,7 +33,8 @@ def find_culprits(reports: Sequence[RankProgress]) -> tuple[int, ...]:
     culprits are waited for and wait for nobody, so that blame goes down a chain of groups to its end: tensor
     group waits for pipeline group waits for the stopped rank. Outstanding collectives that everybody issued
     make nobody wait for anybody; then only a frozen tick tells. Where some candidates are frozen, only those
-    are named: the others are behind because of them.
+    are named: the others are behind because of them. A rank in a quiet section keeps others waiting by right:
+    while it is among those waited for, nobody is named, unless its process is frozen.
 
     Args:
         reports: one per rank whose agent answered; call it once the progress timeout has passed.
@@ -60,4 +62,7 @@ def find_culprits(reports: Sequence[RankProgress]) -> tuple[int, ...]:
             if handle.completed < handle.issued and handle.issued > lowest:
                 waiting.add(rank)
     ends = blamed - waiting
+    quiet = {report.rank for report in reports if report.is_quiet}
+    if ends & quiet and not ends & frozen:
+        return ()
     return tuple(sorted(ends & frozen or ends or frozen))

@@ -379,6 +379,8 @@ def _fence(state: State, member: MemberId, reason: str) -> Fence:
 
 def _first_slots(state: State, *, is_late: bool) -> list[MemberId] | None:
     """Slots in order of registration, `node_rank` first; hosts meant as spares step in when time is up."""
+    if len(state.members) < state.n_slots:
+        return None
     slots = [""] * state.n_slots
     free: list[MemberId] = []
     reserve: list[MemberId] = []

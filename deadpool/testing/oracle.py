@@ -82,9 +82,6 @@ class Truth:
         kept = tuple(i for i in self.inventories if i.member != member)
         return replace(self, inventories=kept, lost_since=self.lost_since + bool(had))
 
-    def has_acked(self, member: MemberId, generation: int, phase: Phase) -> bool:
-        return any(a.member == member and a.generation == generation and a.phase is phase for a in self.acks)
-
 
 def with_copies(
     inventory: Inventory, rank: int, *, own: Iterable[Name] = (), held: Iterable[Name] = ()
@@ -216,17 +213,15 @@ def _check_members(state: State, view: View) -> None:
 
 def _check_acks(truth: Truth, view: View) -> None:
     """Phases are left only when everyone needed has acked."""
-    generation = view.generation
     if view.phase in (Phase.RESTORING, Phase.STALLED) and view.rollback is not None:
-        needed, phase = {*view.slots, *view.leaving} - {*view.joining, ""}, Phase.ABORTING
+        needed, phases = {*view.slots, *view.leaving} - {*view.joining, ""}, {Phase.ABORTING}
     elif view.phase is Phase.RUNNING:
-        was_restoring = any(truth.has_acked(m, generation, Phase.RESTORING) for m in view.slots)
-        phase = Phase.RESTORING if was_restoring else Phase.FORMING
-        needed = set(view.slots)
+        needed, phases = set(view.slots), {Phase.RESTORING, Phase.FORMING}
     else:
         return
-    if silent := {member for member in needed if not truth.has_acked(member, generation, phase)}:
-        raise OracleViolation(f"2: {view.phase} without the {phase} acks of {sorted(silent)}")
+    acked = {a.member for a in truth.acks if a.generation == view.generation and a.phase in phases}
+    if silent := needed - acked:
+        raise OracleViolation(f"2: {view.phase} without the acks of {sorted(silent)}")
 
 
 def _check_state(truth: Truth, view: View) -> None:
