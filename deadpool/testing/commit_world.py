@@ -7,7 +7,6 @@ middle of a copy, a copy is overwritten while it is being sent. One rank per hos
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -47,8 +46,19 @@ from deadpool.core.follow import (
     follow,
     start_follow,
 )
-from deadpool.core.plan import kept_names, newest_live_name
-from deadpool.core.types import Inventory, Name, RankCopies
+from deadpool.core.plan import kept_names
+from deadpool.core.types import Name
+from deadpool.testing.banks import (
+    EMPTY,
+    Bank,
+    Banks,
+    Disks,
+    complete_names,
+    inventories_of,
+    name_in,
+    put,
+    survivors_of,
+)
 
 _T = TypeVar("_T", FollowState, LeadState)
 
@@ -92,19 +102,6 @@ def _led(leader: Fixed[LeadState], event: LeadEvent) -> tuple[Fixed[LeadState], 
 def _timeless(state: LeadState) -> LeadState:
     """The clock stands at 0, and every pause is over: a tick may come at any time."""
     return replace(state, repeat_at_s=0.0, pause_until_s=0.0)
-
-
-class Bank(NamedTuple):
-    """What is physically in a bank."""
-
-    name: Name | None
-    kind: str  # E empty, W being written, C complete, X looks complete but is torn
-
-
-EMPTY = Bank(None, "E")
-
-
-Banks = tuple[Bank, Bank]
 
 
 class Stream(NamedTuple):
@@ -164,18 +161,6 @@ class Setup:
     reduced: bool = True  # see `_urgent_delivery`
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Result of a search."""
-
-    states: int
-    violation: str  # "" if none
-    path: tuple[str, ...]  # to the violation
-    best_commit: int
-    is_exhaustive: bool
-    stuck: int = 0  # states from which no later commit can be reached although steps are left
-
-
 def initial_world(setup: Setup) -> World:
     """All ranks hold snapshot 0 on owner and holder; one leader asks for banks."""
     rollback = Name(step=0, generation=0)
@@ -192,119 +177,13 @@ def initial_world(setup: Setup) -> World:
     return _elect_another(world, setup)
 
 
-def find_violation(world: World) -> str:
-    """What must hold and does not; "" if all holds (the oracle's invariants 3, 4 and 5)."""
-    if world.phase == "TORN":
-        return "a rank resumed from a torn copy"
-    if world.is_claim_broken:
-        return "the state is lost although the loss was claimed survivable"
-    if world.phase != "RUN":
-        return ""
-    *after_loss, now = survivors(world)
-    if now is None or now < world.rollback:
-        return f"nobody died, and yet {world.rollback}, which all resumed from, is gone"
-    for leader in world.leaders:
-        claim = leader.value.committed
-        if claim is None:
-            continue
-        for victim, name in enumerate(after_loss):
-            if name is None or name < claim:
-                return f"committed {claim}, but the loss of host {victim} leaves {name}"
-    return ""
-
-
-def find_shrink(before: World, after: World, label: str) -> str:
-    """Losses that `before` survives and `after` does not, although nothing was lost in between."""
-    if after.phase != "RUN" or before.generation != after.generation:
-        return ""
-    for victim, (old, new) in enumerate(zip(survivors(before), survivors(after), strict=True)):
-        if old and not new:
-            return f"{label}: from now on the loss of host {victim} loses the state"
-    return ""
-
-
 def survivors(world: World) -> tuple[Name | None, ...]:
     """Per host, the step that all could resume from if it died now; at the end, if nobody did."""
-    return _survivors(_disks(world), world.shift)
-
-
-Disks = tuple[tuple[Banks, Banks, Banks | None], ...]
-"""What is physically there: per rank the own banks, those on the holder, those on a former holder."""
+    return survivors_of(_disks(world), world.shift)
 
 
 def _disks(world: World) -> Disks:
     return tuple([(rank.own, rank.hold, rank.retired) for rank in world.ranks])
-
-
-@lru_cache(maxsize=100_000)
-def _survivors(disks: Disks, shift: int) -> tuple[Name | None, ...]:
-    """Per victim, and for nobody at the end. Many worlds differ only in what is on the wire."""
-    return tuple(
-        newest_live_name(len(disks), _inventories(disks, shift, victim))
-        for victim in (*range(len(disks)), -1)
-    )
-
-
-def search(
-    setup: Setup,
-    *,
-    max_states: int = 1_000_000,
-    checks_shrink: bool = True,
-    checks_progress: bool = False,
-) -> Verdict:
-    """Visit every reachable world, breadth first, until a violation."""
-    start = initial_world(setup)
-    came_from: dict[World, tuple[World, str] | None] = {start: None}
-    before: dict[World, list[World]] = {}
-    queue = deque([start])
-    best = 0
-    violation = find_violation(start)
-    world = start
-    while queue and not violation and len(came_from) <= max_states:
-        world = queue.popleft()
-        for label, after in moves(world, setup):
-            if checks_progress:
-                before.setdefault(after, []).append(world)
-            seen = len(came_from)
-            came_from.setdefault(after, (world, label))
-            if len(came_from) == seen:
-                continue
-            violation = find_violation(after) or (find_shrink(world, after, label) if checks_shrink else "")
-            best = max([best, *(claim.step for claim in _claims(after))])
-            if violation:
-                world = after
-                break
-            queue.append(after)
-    path: list[str] = []
-    came = came_from[world] if violation else None
-    while came is not None:
-        path.append(came[1])
-        came = came_from[came[0]]
-    stuck = _count_stuck(came_from, before) if checks_progress and not violation else 0
-    return Verdict(
-        states=len(came_from),
-        violation=violation,
-        path=tuple(reversed(path)),
-        best_commit=best,
-        is_exhaustive=not queue,
-        stuck=stuck,
-    )
-
-
-def _count_stuck(worlds: dict[World, tuple[World, str] | None], before: dict[World, list[World]]) -> int:
-    """Worlds with nobody past the first step from which no later one can be committed any more."""
-    good = {world for world in worlds if any(claim.step > 1 for claim in _claims(world))}
-    todo = list(good)
-    while todo:
-        for previous in before.get(todo.pop(), ()):
-            if previous not in good:
-                good.add(previous)
-                todo.append(previous)
-    return sum(
-        1
-        for world in worlds
-        if world not in good and world.phase != "HALT" and max(rank.step for rank in world.ranks) <= 1
-    )
 
 
 def moves(world: World, setup: Setup) -> Iterator[tuple[str, World]]:
@@ -340,11 +219,11 @@ def _worker_moves(
         if rank.told is not None and rank.told[0] == step:
             bank = rank.told[1]
             name = Name(step=step, generation=world.generation)
-            after = after._replace(own=_put(rank.own, bank, Bank(name, "W")), told=None)
+            after = after._replace(own=put(rank.own, bank, Bank(name, "W")), told=None)
             if rank.stream is not None and rank.stream.bank == bank:
                 after = after._replace(stream=rank.stream._replace(is_torn=True))
             if setup.coarse:
-                after = after._replace(own=_put(rank.own, bank, Bank(name, "C")))
+                after = after._replace(own=put(rank.own, bank, Bank(name, "C")))
                 event = Captured(rank=i, step=step, bank=bank)
                 yield f"rank {i} captures {step}", _follow(_with_rank(world, i, after), setup, i, event)
                 return
@@ -353,10 +232,10 @@ def _worker_moves(
         name_written = rank.own[bank].name
         assert name_written is not None
         step = name_written.step
-        done = _with_rank(world, i, rank._replace(own=_put(rank.own, bank, Bank(name_written, "C"))))
+        done = _with_rank(world, i, rank._replace(own=put(rank.own, bank, Bank(name_written, "C"))))
         yield f"rank {i} captured {step}", _follow(done, setup, i, Captured(rank=i, step=step, bank=bank))
         if world.failures:
-            lost = _with_rank(world, i, rank._replace(own=_put(rank.own, bank, EMPTY)))
+            lost = _with_rank(world, i, rank._replace(own=put(rank.own, bank, EMPTY)))
             lost = lost._replace(failures=world.failures - 1)
             refused = CaptureRefused(rank=i, step=step, at_step=rank.step)
             yield f"rank {i} fails to capture {step}", _follow(lost, setup, i, refused)
@@ -369,7 +248,7 @@ def _stream_moves(
     acked = HolderAcked(rank=i, name=name)
     if stream.target >= 0:
         kind = "X" if stream.is_torn else "C"
-        after = rank._replace(stream=None, hold=_put(rank.hold, stream.target, Bank(name, kind)))
+        after = rank._replace(stream=None, hold=put(rank.hold, stream.target, Bank(name, kind)))
         yield f"holder of {i} has {name}", _follow(_with_rank(world, i, after), setup, i, acked)
     else:
         complete = [bank.name if bank.kind in "CX" else None for bank in rank.hold]
@@ -382,11 +261,11 @@ def _stream_moves(
             yield f"holder of {i} refuses {name}", _fail_stream(world, setup, i, rank, stream)
         elif setup.coarse:
             kind = "X" if stream.is_torn else "C"
-            after = rank._replace(stream=None, hold=_put(rank.hold, target, Bank(name, kind)))
+            after = rank._replace(stream=None, hold=put(rank.hold, target, Bank(name, kind)))
             yield f"holder of {i} has {name}", _follow(_with_rank(world, i, after), setup, i, acked)
         else:
             after = rank._replace(
-                stream=stream._replace(target=target), hold=_put(rank.hold, target, Bank(name, "W"))
+                stream=stream._replace(target=target), hold=put(rank.hold, target, Bank(name, "W"))
             )
             yield f"holder of {i} receives {name} in bank {target}", _with_rank(world, i, after)
     if world.failures:
@@ -395,7 +274,7 @@ def _stream_moves(
 
 
 def _fail_stream(world: World, setup: Setup, i: int, rank: Rank, stream: Stream) -> World:
-    hold = rank.hold if stream.target < 0 else _put(rank.hold, stream.target, EMPTY)
+    hold = rank.hold if stream.target < 0 else put(rank.hold, stream.target, EMPTY)
     after = _with_rank(world, i, rank._replace(stream=None, hold=hold))
     return _follow(after, setup, i, ReplicationFailed(rank=i, name=stream.name))
 
@@ -423,13 +302,13 @@ def _urgent_delivery(world: World, setup: Setup) -> tuple[str, World] | None:
         sent = after.net - world.net
         if sent or (message[0] >= 0 and after.ranks[message[0]] != world.ranks[message[0]]):
             continue
-        if _claims(world) == _claims(after):
+        if claims(world) == claims(after):
             return label, after
     return None
 
 
 def _restore_moves(world: World, setup: Setup) -> Iterator[tuple[str, World]]:
-    missing = [i for i, rank in enumerate(world.ranks) if world.rollback not in _complete(rank.own)]
+    missing = [i for i, rank in enumerate(world.ranks) if world.rollback not in complete_names(rank.own)]
     for i in missing:
         rank = world.ranks[i]
         bank = 0 if rank.own[0].kind == "E" else 1
@@ -437,7 +316,7 @@ def _restore_moves(world: World, setup: Setup) -> Iterator[tuple[str, World]]:
         if kinds == {"X"}:
             yield f"rank {i} fetches a torn copy", world._replace(phase="TORN")
             continue
-        own = _put(rank.own, bank, Bank(world.rollback, "C"))
+        own = put(rank.own, bank, Bank(world.rollback, "C"))
         yield f"rank {i} fetches {world.rollback}", _with_rank(world, i, rank._replace(own=own))
     if not missing:
         yield "runs again", _run(world, setup)
@@ -450,8 +329,8 @@ def _run(world: World, setup: Setup) -> World:
     for i, rank in enumerate(world.ranks):
         banks = RankBanks(
             rank=i,
-            own=(_name_in(rank.own[0]), _name_in(rank.own[1])),
-            held=tuple(sorted(_complete(rank.hold))),
+            own=(name_in(rank.own[0]), name_in(rank.own[1])),
+            held=tuple(sorted(complete_names(rank.hold))),
         )
         retired = [r for r in range(setup.hosts) if (r + old_shift) % setup.hosts == i]
         retired = [r for r in retired if world.ranks[r].retired is not None]
@@ -477,9 +356,9 @@ def _open_generation(world: World, setup: Setup, victim: int) -> World:
         net=world.net if setup.stale else frozenset(),
     )
     if rollback is None:
-        claims = world.phase == "RUN" and bool(_claims(world))
-        return opened._replace(phase="HALT", is_claim_broken=claims and victim >= 0)
-    kept = kept_names(setup.hosts, _inventories(_disks(world), world.shift, victim), rollback)
+        was_claimed = world.phase == "RUN" and victim >= 0 and bool(claims(world))
+        return opened._replace(phase="HALT", is_claim_broken=was_claimed)
+    kept = kept_names(setup.hosts, inventories_of(_disks(world), world.shift, victim), rollback)
     ranks = []
     hosts = setup.hosts
     rehold = setup.reholds and world.shift == 1
@@ -547,7 +426,7 @@ def _act(world: World, setup: Setup, i: int, effects: tuple[FollowEffect, ...]) 
             case StopStream():
                 if rank.stream is not None and rank.stream.bank == effect.bank:
                     target = rank.stream.target
-                    hold = rank.hold if target < 0 else _put(rank.hold, target, EMPTY)
+                    hold = rank.hold if target < 0 else put(rank.hold, target, EMPTY)
                     world = _with_rank(world, i, rank._replace(stream=None, hold=hold))
             case PassNaming():
                 if rank.step >= effect.step:
@@ -568,18 +447,8 @@ def _act(world: World, setup: Setup, i: int, effects: tuple[FollowEffect, ...]) 
     return world
 
 
-def _inventories(disks: Disks, shift: int, victim: int) -> list[Inventory]:
-    hosts = len(disks)
-    copies: list[list[RankCopies]] = [[] for _ in disks]
-    for rank, (own, hold, retired) in enumerate(disks):
-        copies[rank].append(RankCopies(rank=rank, own=tuple(_complete(own))))
-        copies[(rank + shift) % hosts].append(RankCopies(rank=rank, held=tuple(_complete(hold))))
-        if retired is not None:
-            copies[(rank + 1) % hosts].append(RankCopies(rank=rank, held=tuple(_complete(retired))))
-    return [Inventory(member=str(h), copies=tuple(copies[h])) for h in range(hosts) if h != victim]
-
-
-def _claims(world: World) -> list[Name]:
+def claims(world: World) -> list[Name]:
+    """What the leaders call committed."""
     return [leader.value.committed for leader in world.leaders if leader.value.committed is not None]
 
 
@@ -597,23 +466,11 @@ def _order(message: Message) -> tuple[object, ...]:
             return to, body.generation, body.term, 3, body.rank, body.at_step, body.own, body.held
 
 
-def _complete(banks: Banks) -> set[Name]:
-    return {bank.name for bank in banks if bank.kind in "CX" and bank.name is not None}
-
-
-def _name_in(bank: Bank) -> Name | None:
-    return bank.name if bank.kind in "CX" else None
-
-
 def _cleaned(banks: Banks, kept: frozenset[Name], is_gone: bool) -> Banks:
     def clean(bank: Bank) -> Bank:
         return bank if bank.kind in "CX" and bank.name in kept and not is_gone else EMPTY
 
     return clean(banks[0]), clean(banks[1])
-
-
-def _put(banks: Banks, bank: int, content: Bank) -> Banks:
-    return (content, banks[1]) if bank == 0 else (banks[0], content)
 
 
 def _with_rank(world: World, i: int, rank: Rank) -> World:

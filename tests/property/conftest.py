@@ -24,7 +24,9 @@ MODULES = (
     "core/recovery.py",
     "core/membership.py",
     "testing/oracle.py",
+    "testing/banks.py",
     "testing/commit_world.py",
+    "testing/commit_search.py",
     "testing/membership_world.py",
 )
 """In an order in which each needs only those before it."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deadpool.testing.commit_world import Setup, Verdict, search
+from deadpool.testing.commit_search import Verdict, search
+from deadpool.testing.commit_world import Setup
 
 SAFE = {
     "one leader": Setup(last_step=4),

@@ -404,10 +404,10 @@ MEMBERSHIP_MUTANTS = (
 def test_a_bug_seeded_into_the_commit_protocol_is_found(
     mutant: Mutant, load_core: Callable[[tuple[Edit, ...]], ModuleType]
 ) -> None:
-    world = load_core(mutant.edits).testing.commit_world
+    testing = load_core(mutant.edits).testing
     wants_progress = mutant.finds == "stuck"
-    setup = world.Setup(**mutant.setup)
-    verdict = world.search(setup, max_states=MAX_STATES, checks_progress=wants_progress)
+    setup = testing.commit_world.Setup(**mutant.setup)
+    verdict = testing.commit_search.search(setup, max_states=MAX_STATES, checks_progress=wants_progress)
     if wants_progress:
         assert verdict.stuck
     else:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from deadpool.core.types import FaultKind, Phase
-from deadpool.testing import commit_world, membership_world
+from deadpool.testing import commit_search, commit_world, membership_world
 from deadpool.testing.oracle import check_stale
 
 SETTINGS = settings(
@@ -145,8 +145,8 @@ class CommitWalk(RuleBasedStateMachine):
         if possible:
             before = self.world
             label, self.world = possible[choice % len(possible)]
-            shrink = commit_world.find_shrink(before, self.world, label)
-            problem = commit_world.find_violation(self.world) or shrink
+            shrink = commit_search.find_shrink(before, self.world, label)
+            problem = commit_search.find_violation(self.world) or shrink
             assert not problem, f"{label}: {problem}"
 
     @rule(choice=st.integers(0, 1_000))

@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from deadpool.core.types import Phase
-from deadpool.testing.simulator import Happening, Injection, Result, Setup, Target, simulate
+from deadpool.testing.simulation import Happening, Injection, Result, Setup, Target
+from deadpool.testing.simulator import simulate
 
 PHASES = [Phase.FORMING, Phase.RUNNING, Phase.ABORTING, Phase.STALLED, Phase.RESTORING]
 FIRST_FAULT = Injection(happening=Happening.WORKER_EXIT, phase=Phase.RUNNING, target=Target.OTHER)

@@ -10,7 +10,8 @@ from deadpool.core import bitset
 from deadpool.core.commit import BanksReport, LeadTick, Report, ReportKind, SendNaming, lead, start_lead
 from deadpool.core.membership import Limits
 from deadpool.core.types import Name, Phase
-from deadpool.testing.simulator import Setup, simulate
+from deadpool.testing.simulation import Setup
+from deadpool.testing.simulator import simulate
 
 TEN_THOUSAND = Setup(
     hosts=1250,
