@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 10.0
 
+Parts = dict[str, memoryview]  # of a shard, by name
+Place = Callable[[Mapping[str, int]], dict[str, memoryview]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCallbacks:
@@ -79,9 +82,17 @@ class CheckpointTier:
     def save(self, ranks: Sequence[int], name: Name) -> None:
         """Write the shards of `ranks` from the own banks that hold `name`; each at most once."""
         for rank in ranks:
-            if (rank, name) not in self._begun:
-                self._begun.add((rank, name))
-                self._start(partial(self._write, rank, name), f"checkpoint-{rank}")
+            self._save(rank, name, partial(self._copy, rank, name))
+
+    def save_held(self, ranks: Sequence[int], own_ranks: Sequence[int], name: Name) -> None:
+        """Write the shards of ranks without an owner from the copies held here, if there are any.
+
+        A held copy lacks what is replicated: that comes from the bank of an own rank in the same groups.
+        """
+        for rank in ranks:
+            segment = self._store.held(rank)
+            if segment is not None and segment.bank_of(name) is not None:
+                self._save(rank, name, partial(self._copy_held, rank, tuple(own_ranks), name))
 
     def shard_written(self, name: Name, shard: Shard) -> bool:
         """Leader: a host wrote a shard. True once all are there and the manifest is being written."""
@@ -95,8 +106,9 @@ class CheckpointTier:
 
     def is_durable(self, name: Name) -> bool:
         """Whether a complete checkpoint of `name`, or a newer one, is in the folder."""
-        found = self.complete or self.find()
-        return found is not None and found >= name
+        if self.complete is None or self.complete < name:
+            self.find()
+        return self.complete is not None and self.complete >= name
 
     def find(self) -> Name | None:
         """The newest complete checkpoint in the folder."""
@@ -111,7 +123,6 @@ class CheckpointTier:
             LayoutMismatch: the checkpoint was made by a script with another state.
             SnapshotError: the checkpoint cannot be read.
         """
-        manifest = self._manifest(name)
         stored = OnceArea.decode(self.read_once(rank, name))
         if stored.layout_hash != once.layout_hash:
             raise LayoutMismatch(
@@ -128,7 +139,7 @@ class CheckpointTier:
                 "replicated": segment.replicated_view(bank),
             }
 
-        read_shard(self.root, manifest, rank, place)
+        self._read(name, rank, place)
         return sizes["blob"]
 
     def read_once(self, rank: int, name: Name) -> bytes:
@@ -139,7 +150,7 @@ class CheckpointTier:
             found.extend(bytes(parts["once"]))
             return {"once": memoryview(found)}
 
-        read_shard(self.root, self._manifest(name), rank, place)
+        self._read(name, rank, place)
         return bytes(found)
 
     def close(self) -> None:
@@ -152,35 +163,63 @@ class CheckpointTier:
             raise SnapshotError(f"the checkpoint of step {name.step} in {self.root} is not complete")
         return manifest
 
+    def _read(self, name: Name, rank: int, place: Place) -> None:
+        try:
+            read_shard(self.root, self._manifest(name), rank, place)
+        except OSError as error:
+            raise SnapshotError(f"the shard of rank {rank} in {self.root} cannot be read: {error}") from error
+
     def _start(self, work: Callable[[], None], name: str) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=work, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _write(self, rank: int, name: Name) -> None:
+    def _save(self, rank: int, name: Name, copy: Callable[[], Parts]) -> None:
+        if (rank, name) not in self._begun:
+            self._begun.add((rank, name))
+            self._start(partial(self._write, rank, name, copy), f"checkpoint-{rank}")
+
+    def _write(self, rank: int, name: Name, copy: Callable[[], Parts]) -> None:
         try:
-            parts = self._copy(rank, name)
+            parts = copy()
             shard = write_shard(self.root, name, rank, parts, check_lease=self._check)
         except (SnapshotError, OSError) as error:
             logger.warning("rank %d: checkpoint of step %d was not written: %s", rank, name.step, error)
+            self._post(self._begun.discard, (rank, name))  # it may be tried again
             return
         self._log.emit("checkpoint.written", rank=rank, step=name.step, bytes=shard.n_bytes)
         self._post(self._callbacks.written, name, shard)
 
-    def _copy(self, rank: int, name: Name) -> dict[str, memoryview]:
+    def _copy(self, rank: int, name: Name, kind: SegmentKind = SegmentKind.OWN) -> Parts:
         """A private copy of a bank, taken while nobody may overwrite it."""
-        with self._store.read(rank, name, kind=SegmentKind.OWN) as reader:
+        with self._store.read(rank, name, kind=kind) as reader:
             segment, bank = reader.segment, reader.bank
             assert bank is not None
             parts = {
                 "once": memoryview(bytes(segment.once_view()[: segment.once_len])),
                 "blob": memoryview(bytes(segment.blob_view(bank)[: reader.info.blob_len])),
                 "unique": memoryview(bytes(segment.unique_view(bank))),
-                "replicated": memoryview(bytes(segment.replicated_view(bank))),
             }
+            if kind is SegmentKind.OWN:
+                parts["replicated"] = memoryview(bytes(segment.replicated_view(bank)))
             reader.finish()
             return parts
+
+    def _copy_held(self, rank: int, own_ranks: tuple[int, ...], name: Name) -> Parts:
+        """What `_copy` returns, for a rank whose owner is lost."""
+        parts = self._copy(rank, name, SegmentKind.HELD)
+        once = OnceArea.decode(bytes(parts["once"]))
+        replicated = bytearray(once.replicated_bytes)
+        for ranks, start, n_bytes in once.spans:
+            source = next((each for each in own_ranks if each in ranks), None)
+            if source is None:
+                raise SnapshotError(f"no own rank has what ranks {ranks} replicate")
+            own = self._copy(source, name)
+            spans = {tuple(ranks): begin for ranks, begin, _ in OnceArea.decode(bytes(own["once"])).spans}
+            begin = spans[tuple(ranks)]
+            replicated[start : start + n_bytes] = own["replicated"][begin : begin + n_bytes]
+        return {**parts, "replicated": memoryview(replicated)}
 
     def _write_manifest(self, name: Name, shards: Sequence[Shard]) -> None:
         try:
@@ -194,6 +233,8 @@ class CheckpointTier:
 
     def _note_complete(self, name: Name) -> None:
         self.complete = name
+        self._begun = {(rank, begun) for rank, begun in self._begun if begun > name}
+        self._shards = {begun: shards for begun, shards in self._shards.items() if begun > name}
         self._callbacks.completed(name)
 
     def _check(self) -> None:

@@ -58,6 +58,8 @@ class Ending:
         self.view: View | None = None  # the last one
         self.signal = 0
         self._flush_by_s = 0.0
+        self._flush_from: Name | None = None  # SIGTERM: this step or a newer one is to be durable
+        self._flushed: Name | None = None  # the newest that is being written
         self._unreached_since_s = time.monotonic()
         self._run_dir = run_dir
         self._workforce = workforce
@@ -120,13 +122,16 @@ class Ending:
             return
         if self.signal == signal.SIGINT:
             raise AgentEnd(int(ExitCode.INTERRUPTED), "Ctrl-C")
-        protected = self._callbacks.protected()
-        if checkpoints is None or protected is None or not self._callbacks.ranks():
-            raise AgentEnd(int(ExitCode.TERMINATED), "SIGTERM")
         now_s = time.monotonic()
         if not self._flush_by_s:
             self._flush_by_s = now_s + FLUSH_LIMIT_S
             self._callbacks.begun()
-            checkpoints.save(self._callbacks.ranks(), protected)
-        if checkpoints.is_durable(protected) or now_s > self._flush_by_s:
+        protected = self._callbacks.protected()
+        if protected is not None and (self._flushed is None or protected > self._flushed):
+            self._flushed = protected  # hosts hear of a commit at different times: the newest is there on all
+            if checkpoints is not None:
+                checkpoints.save(self._callbacks.ranks(), protected)
+            self._flush_from = self._flush_from or protected
+        is_done = checkpoints is None or self._flush_from is None or checkpoints.is_durable(self._flush_from)
+        if is_done or now_s > self._flush_by_s:
             raise AgentEnd(int(ExitCode.TERMINATED), "SIGTERM")

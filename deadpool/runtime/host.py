@@ -185,6 +185,9 @@ class Host:
             self._parts.workforce.restart_all()
         else:
             self._parts.checkpoints.save(self.ranks(), view.rollback)  # while there is time
+            slots = [slot for slot, member in enumerate(view.slots) if not member]
+            vacant = [rank for slot in slots for rank in view.ranks_of_slot(slot)]
+            self._parts.checkpoints.save_held(vacant, self.ranks(), view.rollback)
 
     def _restore(self, view: View) -> None:
         me = self._member.id
@@ -333,8 +336,7 @@ class Host:
             case Refused():
                 self._parts.protection.refused(worker.rank, message)
             case Raised():
-                if self.view is not None and self.view.phase is not Phase.ABORTING:
-                    self._faults.raised(worker.rank, message)
+                self._on_raised(worker, message)
             case Unwound():
                 self._check_quiet()
                 self._prepare(worker.rank)
@@ -361,10 +363,22 @@ class Host:
                     problem=message.problem,
                     pid=worker.handle.pid,
                 )
+                if message.problem:
+                    self._faults.report(FaultKind.SPARE_FAILED, (), f"rehearsal: {message.problem}", 0)
             case Note(event=event, fields=fields):
                 self._parts.log.emit(event, generation=self._generation.number, **fields)
             case _:
                 pass
+
+    def _on_raised(self, worker: Worker, message: Raised) -> None:
+        view = self.view
+        if view is None or view.phase is Phase.ABORTING:
+            return
+        if view.phase is Phase.RESTORING and self._member.id in view.joining and not message.collective:
+            # The script built here what it built elsewhere without an error: this host is to blame.
+            self._faults.report(FaultKind.SPARE_FAILED, (worker.rank,), message.text, 0)
+        else:
+            self._faults.raised(worker.rank, message)
 
     def _on_attach(self, worker: Worker, message: Attach) -> None:
         rank = worker.rank
@@ -385,6 +399,7 @@ class Host:
                 blob_len = self._parts.checkpoints.load(rank, load, segment, 0, OnceArea.decode(once))
                 segment.complete(0, blob_len=blob_len)
             except SnapshotError as error:
+                segment.empty(0)
                 self._faults.report(FaultKind.BAD_INPUT, (rank,), str(error), 0)
                 return
         worker.enter(WorkerState.ATTACHED)

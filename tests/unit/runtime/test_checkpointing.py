@@ -260,10 +260,6 @@ def test_a_leader_whose_lease_has_run_out_completes_nothing(job: Job) -> None:
     assert complete_manifests(job.root) == ()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="is_durable() looks into the folder only until it has found any checkpoint, however old",
-)
 def test_a_checkpoint_that_the_leader_completed_is_durable_for_every_host(job: Job) -> None:
     job.save(FIVE)
     assert not job.hosts[1].tier.is_durable(NINE)

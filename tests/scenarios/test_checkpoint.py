@@ -1,0 +1,60 @@
+"""Jobs that end early, and go on from the checkpoint they left: no spare, SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Launch = Callable[..., Any]
+
+
+def check_goes_on(rig: Any, launch: Launch, args: tuple[str, ...], folder: Path) -> None:
+    """A second run begins from the checkpoint, and ends as if nothing had ever happened."""
+    manifests = folder.glob("*/manifest.json")
+    step = max(int(path.parent.name.removeprefix("step-").split(".")[0]) for path in manifests)
+    job = launch(args, nnodes=2, spares=0, options=("--checkpoint-dir", str(folder)))
+    assert job.wait() == 0, job.output[-4000:]
+    assert min(int(record["s"]) for record in job.records(0)) == step + 1
+    undisturbed = rig.undisturbed(args, 2)
+    for rank in range(2):
+        assert job.digests(rank)["final"] == undisturbed.digests(rank)["final"]
+        assert job.digests(rank)["blob"] == undisturbed.digests(rank)["blob"]
+
+
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.full), "fsdp2"])
+def test_without_a_spare_the_lost_host_is_in_the_checkpoint_too(
+    rig: Any, launch: Launch, tmp_path: Path, parallel: str
+) -> None:
+    args = ("--parallel", parallel, "--steps", "14")
+    folder = tmp_path / "checkpoints"
+    job = launch(
+        args,
+        nnodes=2,
+        spares=0,
+        options=(
+            "--spare-wait-s",
+            "4",
+            "--checkpoint-dir",
+            str(folder),
+            "--inject",
+            "host-loss:rank=1@step=8",
+        ),
+    )
+    assert job.wait() == 3, job.output[-4000:]
+    assert "No spare came within 4 s for rank 1." in job.output
+    assert job.named("checkpoint.complete")
+    check_goes_on(rig, launch, args, folder)
+
+
+def test_sigterm_leaves_the_newest_snapshot_behind(rig: Any, launch: Launch, tmp_path: Path) -> None:
+    args = ("--steps", "60")
+    folder = tmp_path / "checkpoints"
+    job = launch(args, nnodes=2, spares=1, options=("--checkpoint-dir", str(folder)))
+    job.wait_for(lambda event: event["event"] == "snapshot.committed" and event["step"] >= 5, "commit")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 143, job.output[-4000:]
+    check_goes_on(rig, launch, args, folder)
