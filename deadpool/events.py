@@ -71,7 +71,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "recovery.phase": "A phase of the timeline ended here; phase, seconds, rank if a worker's.",
         "recovery.done": "All run again; source, rollback_step, rollback_generation, lost_steps, seconds.",
         # Waiting, and the summary at the end
-        "wait.long": "A wait takes long; waiting_for, seconds, limit_s.",
+        "wait.long": "A wait takes long; waiting_for, seconds if they were counted.",
         "agent.summary": "At the end; bytes_sent, host_memory_bytes, protected_step.",
         "worker.summary": "At the end; rank, steps, step_p50_s, step_p90_s, step_p99_s, step_max_s.",
     }
@@ -99,7 +99,7 @@ _CONSOLE: Mapping[str, str] = MappingProxyType(
         "checkpoint.complete": "checkpoint of step {step} complete: {path}",
         "recovery.done": "recovered in {seconds:.2f} s from {source}: back to step {rollback_step}, "
         "{lost_steps} lost",
-        "wait.long": "waiting for {waiting_for} since {seconds:.0f} s (limit {limit_s:.0f} s)",
+        "wait.long": "waiting for {waiting_for}",
     }
 )
 

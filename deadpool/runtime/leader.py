@@ -105,6 +105,9 @@ class Leader:
         self._feed(membership.MemberJoined(member=member, now_s=time.monotonic()))
 
     def lease_expired(self, member: MemberId) -> None:
+        self._silences.pop(member, None)
+        for observers in self._silences.values():
+            observers.discard(member)  # the word of a lost host counts no more
         self._note_lost(member, "lease_expired")
         self._feed(membership.LeaseExpired(member_id=member, now_s=time.monotonic()))
 
@@ -119,6 +122,7 @@ class Leader:
             # "Connection refused" is the word of the host itself that this process does not exist.
             observers.add(f"host of {member}")
         if len(observers) >= 2:
+            del self._silences[member]
             self._note_lost(member, "process_gone" if gone else "silence")
             self._feed(
                 membership.SilenceConfirmed(
@@ -169,6 +173,8 @@ class Leader:
         if stall is None or view is None or stall.generation != view.generation:
             return
         culprits = progress.find_culprits(tuple(stall.reports.values()))
+        if culprits:
+            self._log.emit("progress.culprit", generation=view.generation, ranks=list(culprits))
         for rank in culprits:
             report = stall.reports[rank]
             why = "its process is stopped" if report.tick_frozen else "it did not join a collective"
@@ -207,7 +213,8 @@ class Leader:
                 case membership.PublishView(view=view):
                     self._publish(view)
                 case membership.Fence(member_id=member, reason=reason, quarantine=quarantine):
-                    self._log.emit("member.fenced", subject=member, reason=reason)
+                    if quarantine:
+                        self._log.emit("member.quarantined", subject=member, reason=reason)
                     self._registry.fence(member, reason, quarantine=quarantine)
                 case membership.End(exit_code=code, reason=reason):
                     self.ended = (code, reason)
@@ -218,7 +225,6 @@ class Leader:
         if revision is None:
             raise LeadershipLost(f"the View of generation {view.generation} was not accepted")
         self._revision = revision
-        self._silences.clear()
         self._log.emit(
             "view.published",
             generation=view.generation,

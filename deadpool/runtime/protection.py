@@ -6,6 +6,7 @@ agent's main thread; the replicator's threads hand over through `post`.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from deadpool.core.types import MemberId, Name, View
 from deadpool.runtime.messages import Captured, CaptureStep, Refused, Relay, WithdrawStep
 from deadpool.store.host_memory import HostMemoryStore
 from deadpool.store.segment import SegmentKind
+
+logger = logging.getLogger(__name__)
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (commit.BanksRequest, commit.BanksReport, commit.Naming, commit.Report)
@@ -127,7 +130,11 @@ class Protection:
         kind = _KINDS.get(relay.kind)
         if kind is None:
             return
-        message = msgspec.msgpack.decode(relay.body, type=kind)
+        try:
+            message = msgspec.msgpack.decode(relay.body, type=kind)
+        except msgspec.MsgspecError as error:
+            logger.warning("%s: a %s that cannot be read: %s", relay.sender, relay.kind, error)
+            return
         if isinstance(message, commit.BanksReport | commit.Report):
             self._feed_leader(message)
             if isinstance(message, commit.Report) and message.kind is commit.ReportKind.REFUSED:
@@ -148,6 +155,8 @@ class Protection:
             self._feed(follow.CaptureRefused(rank=rank, step=message.step, at_step=message.at_step))
 
     def holder_acked(self, rank: int, name: Name) -> None:
+        if self._follower is None:
+            return  # a late answer to a push of an older generation says nothing about the new holder
         self._held.setdefault(rank, set()).add(name)
         self._feed(follow.HolderAcked(rank=rank, name=name))
         self._callbacks.held(rank, name)
@@ -232,6 +241,9 @@ class Protection:
     def _note_committed(self, name: Name) -> None:
         if name != self.protected:
             self.protected = name
+            self._held = {
+                rank: {held for held in names if held >= name} for rank, names in self._held.items()
+            }
             self.protected_since_s = time.monotonic()
             self._callbacks.committed(name)
 

@@ -35,7 +35,7 @@ class HolderPusher:
 
     def acked(self, rank: int, name: Name) -> None:
         """One more holder has it."""
-        waiting, missing = self._waiting.get(rank, (name, 1))
+        waiting, missing = self._waiting.get(rank, (None, 0))
         if waiting != name:
             return  # an answer to a push that was given up
         self._waiting[rank] = (name, missing - 1)

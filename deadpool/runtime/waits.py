@@ -34,9 +34,12 @@ class LongWaits:
         self._next_s = now_s + SAY_AGAIN_S
         what = self._describe(view, n_members)
         if what:
-            generation = view.generation if view else 0
+            seconds = now_s - self._since_s
             self._log.emit(
-                "wait.long", generation=generation, waiting_for=what, seconds=now_s - self._since_s
+                "wait.long",
+                generation=view.generation if view else 0,
+                waiting_for=f"{what}, since {seconds:.0f} s",
+                seconds=seconds,
             )
 
     def _describe(self, view: View | None, n_members: int) -> str:

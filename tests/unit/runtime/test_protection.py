@@ -300,10 +300,6 @@ def test_a_new_generation_sends_the_rollback_step_to_the_holder_that_it_has_now(
     assert pair.a.log == [("push", 0, named(1), 1, ("c",), None)]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="holder_acked() notes an answer after stop(): the next generation takes it for its own holder's",
-)
 def test_a_late_answer_of_the_holder_before_does_not_count_for_the_holder_now(pair: Pair) -> None:
     for_a, _ = pair.protect_start()
     pair.a.capture(for_a)
