@@ -171,7 +171,8 @@ class ControlPlane:
 
     def close(self) -> None:
         """Close every connection and join the threads within a bound."""
-        self._closing = True
+        with self._lock:
+            self._closing = True
         if self._listener is not None:
             try:
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -213,6 +214,12 @@ class ControlPlane:
         sock.settimeout(HELLO_TIMEOUT_S)
         channel: Channel[Control] = Channel(sock, Control, CONTROL_FRAME_BYTES)
         member = ""
+        with self._lock:
+            if not self._closing:
+                self._inbound.add(channel)
+        if self._closing:
+            channel.close()
+            return
         try:
             first = channel.receive()
             if isinstance(first, StatusRequest) and first.token == self._token:
@@ -222,8 +229,6 @@ class ControlPlane:
                 return
             member = first.member
             channel.settimeout(None)
-            with self._lock:
-                self._inbound.add(channel)
             while True:
                 message = channel.receive()
                 if not isinstance(message, Hello):

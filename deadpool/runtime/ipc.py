@@ -61,7 +61,11 @@ class Channel(Generic[T]):
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         if length > self._max_frame_bytes:
             raise ChannelClosed(f"frame of {length} bytes is longer than {self._max_frame_bytes}")
-        return self._decoder.decode(self._read(length))
+        body = self._read(length)
+        try:
+            return self._decoder.decode(body)
+        except RecursionError as error:
+            raise msgspec.DecodeError("a message is nested too deeply") from error
 
     def take_fd(self) -> int:
         """The oldest descriptor received and not yet taken."""

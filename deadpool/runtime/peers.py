@@ -100,6 +100,10 @@ class Peers:
         """The members that exist now."""
         self._known = set(members)
         self.suspects &= self._known
+        self._gone &= self._known
+        self._silent &= self._known
+        for member in [member for member in list(self._reaches) if member not in self._known]:
+            self._reaches.pop(member, None)
         self._control.set_peers({key: value for key, value in members.items() if key != self._member})
         self._neighbours.set_members(members)
 
@@ -122,7 +126,9 @@ class Peers:
         """(some peer was heard lately, some peer heard lately reaches the control plane)."""
         now_s = time.monotonic()
         fresh = [
-            reaches for seen_s, reaches in self._reaches.values() if now_s - seen_s < self._silence_dead_s
+            reaches
+            for seen_s, reaches in list(self._reaches.values())
+            if now_s - seen_s < self._silence_dead_s
         ]
         return bool(fresh), any(fresh)
 

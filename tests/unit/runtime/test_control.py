@@ -225,11 +225,6 @@ def _await_connection() -> None:
     )
 
 
-@pytest.mark.xfail(
-    raises=TimeoutError,
-    strict=True,
-    reason="close() knows only connections that said hello: the thread of another lives 2 s longer",
-)
 def test_closing_hangs_up_on_whoever_has_not_introduced_itself() -> None:
     with planes("a") as (a,), dial(a.member.control_port) as (sock, _):
         _await_connection()
@@ -238,10 +233,6 @@ def test_closing_hangs_up_on_whoever_has_not_introduced_itself() -> None:
         assert is_hung_up(sock)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a connection accepted before close() and introduced after it is served on, with no time limit",
-)
 def test_a_closed_plane_hears_nobody() -> None:
     with planes("a") as (a,), dial(a.member.control_port) as (_, channel):
         _await_connection()

@@ -174,11 +174,6 @@ def test_garbage_is_a_decode_error_and_the_next_message_is_read(
     assert worker.receive() == Run(generation=2)
 
 
-@pytest.mark.xfail(
-    raises=RecursionError,
-    strict=True,
-    reason="msgspec raises RecursionError for deep nesting, which no reader of a channel catches",
-)
 def test_garbage_that_is_nested_deeply_is_a_decode_error_too(
     sockets: tuple[socket.socket, socket.socket],
 ) -> None:
