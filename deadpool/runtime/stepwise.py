@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from deadpool.errors import ConfigError, SnapshotError
 from deadpool.runtime.session import TrainingSession
 from deadpool.runtime.state import StateKeeper
+from deadpool.snapshot.rng import read_global_rng, restore_global_rng
 
 T = TypeVar("T")
 
@@ -25,6 +26,7 @@ class _Inputs:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     position: Any  # state of `data` after the batch was taken
+    rng: dict[str, Any]  # global generators after the batch was drawn
 
 
 class StepRunner(Generic[T]):
@@ -49,6 +51,7 @@ class StepRunner(Generic[T]):
         self._batches: Iterator[Any] | None = None
         self._calls = 0  # steps that the caller has asked for
         self._kept: OrderedDict[int, _Inputs] = OrderedDict()
+        self._is_behind = False  # steps are run again from their kept inputs
         self._is_attached = False
         self._is_closed = False
 
@@ -63,6 +66,7 @@ class StepRunner(Generic[T]):
         self._calls += 1
         if self._calls <= session.step:
             return None
+        self._state.enter_loop()  # before the loader draws: on a spare, what building it drew is undone
         self._keep(session, args, kwargs)
         while True:
             try:
@@ -106,14 +110,17 @@ class StepRunner(Generic[T]):
             # While older steps run again the loader stands ahead of them: their position is not the state's.
             self._state.hold = "a step is run again" if step < self._calls else None
             inputs = self._kept[step]
+            if self._is_behind:
+                restore_global_rng(inputs.rng)  # as it was after this step's batch had been drawn
             result = self._step(*inputs.args, **inputs.kwargs)
             session.end_step()
+        self._is_behind = False
         return result
 
     def _keep(self, session: TrainingSession, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = self._batch()
         position = self._data.state_dict() if self._data is not None else None
-        self._kept[self._calls] = _Inputs((*batch, *args), kwargs, position)
+        self._kept[self._calls] = _Inputs((*batch, *args), kwargs, position, read_global_rng())
         oldest = self._calls - session.worker.config.run.keep_steps
         while self._kept and next(iter(self._kept)) <= min(oldest, session.worker.committed_step):
             self._kept.popitem(last=False)
@@ -123,15 +130,17 @@ class StepRunner(Generic[T]):
             return ()
         if self._batches is None:
             self._batches = iter(self._data)
-        try:
-            return (next(self._batches),)
-        except StopIteration:
-            self._batches = iter(self._data)  # the next epoch
-            return (next(self._batches),)
+        for _ in range(2):
+            try:
+                return (next(self._batches),)
+            except StopIteration:
+                self._batches = iter(self._data)  # the next epoch
+        raise ConfigError([f"data: the {type(self._data).__name__} has no batches"])
 
     def _recover(self, session: TrainingSession) -> None:
         """Stand at the rollback step with the loader where the newest call has left it."""
         session.recover()
+        self._is_behind = True
         missing = [step for step in range(session.step + 1, self._calls + 1) if step not in self._kept]
         if missing:
             raise SnapshotError(
