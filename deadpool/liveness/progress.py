@@ -190,6 +190,7 @@ class WorkerProgress:
     rank: int
     tick_frozen: bool
     finished_step: int
+    is_quiet: bool
     handles: tuple[tuple[int, int, int], ...]  # (hash of the name, issued, completed)
 
 
@@ -262,6 +263,7 @@ class ProgressWatch:
                     rank=rank,
                     tick_frozen=watched.is_frozen and sample.tick == watched.tick,
                     finished_step=sample.finished_step,
+                    is_quiet=sample.is_quiet,
                     handles=sample.handles,
                 )
             )

@@ -168,7 +168,7 @@ class Agent:
     def _start(self) -> None:
         config = self.config
         self.store_client.connect()
-        self._token = claim_token(self.registry, config, self._run_id, self._token)
+        self._token = claim_token(self.registry, config, self._run_id, self._token, self.host_label)
         self.workforce.start(config.job.nproc_per_node)
         self._start_servers()
         self._wait_until_parked()
@@ -431,10 +431,6 @@ class Agent:
             self.protection.lead(view, first_name(view), leader.term)
 
     # ---- protection ----------------------------------------------------------------------------------
-
-    def _on_held(self, rank: int, name: Name) -> None:
-        """Posted, because a push may call it while the commit machine runs."""
-        self.post(self.protection.holder_acked, rank, name)
 
     def _on_push_failed(self, rank: int, name: Name, why: str) -> None:
         self.protection_log.failed(rank, name.step, why)

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import FrameType
 
 from deadpool.config import Config
-from deadpool.errors import ConfigError, DeadPoolError, ExitCode, StoreUnavailable
+from deadpool.errors import ConfigError, DeadPoolError, ExitCode, Fenced, StoreUnavailable
+from deadpool.liveness.health import check_health
 from deadpool.runtime.agent import Agent
 from deadpool.runtime.ending import Replaced
 
@@ -35,14 +36,17 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
     def on_signal(number: int, frame: FrameType | None) -> None:
         received.append(number)  # noticed at the agent's next tick
         if current:
-            current[-1].ending.signal = number
+            current[0].ending.signal = number
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     _lower_oom_score()
+    health = check_health()
+    if not health.is_healthy:
+        return _complain(health.problems, ExitCode.USER_ERROR)
     while True:
         agent = Agent(config, run_dir, host, run_id, token)
-        current.append(agent)
+        current[:] = [agent]
         if received:
             agent.ending.signal = received[-1]
         try:
@@ -50,6 +54,8 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
         except Replaced:
             # The wish for a slot is for the first start only.
             config = replace(config, run=replace(config.run, node_rank=None))
+        except Fenced as error:
+            return _complain((str(error),), ExitCode.REPLACED)
         except ConfigError as error:
             return _complain(error.problems, ExitCode.BAD_INPUT)
         except StoreUnavailable as error:

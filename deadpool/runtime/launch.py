@@ -159,7 +159,9 @@ class StandaloneRun:
             if not waiting and all(_is_stopped(host.process.pid) for host in alive):
                 break  # silently stopped hosts that were replaced: nothing to wait for
             self._collect(TICK_S, watch)
-        codes = [host.code for host in self._hosts if host.code is not None and host.code > 0]
+        # A spare that was turned away fails nothing: only hosts of the final View say how the job ended.
+        counted = [host for host in self._hosts if not finals or host.process.pid in finals]
+        codes = [host.code for host in counted if host.code is not None and host.code > 0]
         code = result.exit_code or next(iter(codes), 0)
         return Outcome(exit_code=code, reason=result.reason)
 

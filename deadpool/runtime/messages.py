@@ -241,6 +241,7 @@ class Stalled(Message, frozen=True, kw_only=True, tag=True):
     ranks: list[int]
     tick_frozen: list[bool]
     finished_step: list[int]
+    is_quiet: list[bool]
     handles: list[list[tuple[int, int, int]]]
 
 

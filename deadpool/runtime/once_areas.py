@@ -83,7 +83,12 @@ class OnceAreas:
         layout = _layout_of(area)
         replicas = self._parts.config.store.replication_factor
         try:
-            report = check_memory(host, [layout] * n_ranks, [layout] * (n_ranks * replicas))
+            report = check_memory(
+                host,
+                [layout] * n_ranks,
+                [layout] * (n_ranks * replicas),
+                made_bytes=self._parts.store.memory_bytes(),
+            )
         except ConfigError as error:
             return "\n".join(error.problems)
         if rank % n_ranks == 0:

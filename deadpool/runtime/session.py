@@ -307,7 +307,8 @@ class TrainingSession:
         """Return if the exception belongs to an abort; otherwise report it and wait for the verdict.
 
         An exception raised after a handle was closed belongs to the abort. One raised before is either a
-        failed collective (the abort follows) or an error of the user's code (the agent ends this worker).
+        failed collective (the abort follows) or an error of the user's code: the leader opens a generation,
+        in which this rank runs the step again; the same error twice ends the job.
         """
         self._records.drop()
         if self.communicators.closed_generation >= self.generation:

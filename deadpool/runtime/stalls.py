@@ -76,6 +76,7 @@ class Stalls:
             ranks=[report.rank for report in reports],
             tick_frozen=[report.tick_frozen for report in reports],
             finished_step=[report.finished_step for report in reports],
+            is_quiet=[report.is_quiet for report in reports],
             handles=[list(report.handles) for report in reports],
         )
 
@@ -87,12 +88,18 @@ def ranks_of(message: Stalled) -> tuple[progress.RankProgress, ...]:
             rank=rank,
             tick_frozen=frozen,
             finished_step=step,
+            is_quiet=is_quiet,
             handles=tuple(
                 progress.HandleProgress(name_hash=name, issued=issued, completed=completed)
                 for name, issued, completed in handles
             ),
         )
-        for rank, frozen, step, handles in zip(
-            message.ranks, message.tick_frozen, message.finished_step, message.handles, strict=True
+        for rank, frozen, step, is_quiet, handles in zip(
+            message.ranks,
+            message.tick_frozen,
+            message.finished_step,
+            message.is_quiet,
+            message.handles,
+            strict=True,
         )
     )

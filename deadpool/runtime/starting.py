@@ -8,13 +8,14 @@ from collections.abc import Mapping
 
 from deadpool.config import Config
 from deadpool.core.types import Member, MemberId
+from deadpool.errors import Fenced
 from deadpool.membership.claim import claim_job
 from deadpool.membership.records import JobClaim
 from deadpool.membership.registry import Registry
 from deadpool.runtime.servers import Servers
 
 
-def claim_token(registry: Registry, config: Config, run_id: str, token: str) -> str:
+def claim_token(registry: Registry, config: Config, run_id: str, token: str, host: str) -> str:
     """Claim the job id, or join the job that has it; returns the job's token.
 
     Args:
@@ -22,9 +23,11 @@ def claim_token(registry: Registry, config: Config, run_id: str, token: str) -> 
         config: configuration of the job.
         run_id: equal for all agents of one launch; "" if they are started one by one.
         token: proposed by this agent; the first agent's counts.
+        host: label of this host.
 
     Raises:
         ConfigError: a live job has this id.
+        Fenced: the job turned this host away; its members would be turned away again.
         StoreUnavailable: the control plane does not answer.
     """
     claim = JobClaim(
@@ -33,7 +36,11 @@ def claim_token(registry: Registry, config: Config, run_id: str, token: str) -> 
         n_members=config.job.nnodes + config.job.spares,
         claimed_by=f"{socket.gethostname()}:{os.getpid()}",
     )
-    return claim_job(registry, claim, config.membership.lease_ttl_s).token
+    claimed = claim_job(registry, claim, config.membership.lease_ttl_s).token
+    for quarantine in registry.quarantined():
+        if quarantine.host == host:
+            raise Fenced(f"this job quarantined host {host}: {quarantine.reason}")
+    return claimed
 
 
 def describe_member(

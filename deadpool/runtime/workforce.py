@@ -262,8 +262,9 @@ class Workforce:
             if worker.close_deadline_s and now_s > worker.close_deadline_s:
                 self._kill_for(worker, f"did not close its handles within {self._limits.close_timeout_s:g} s")
             elif worker.unwind_deadline_s and now_s > worker.unwind_deadline_s:
-                if worker.handle.page.sample().is_quiet:
-                    continue  # a declared quiet section may take as long as it takes
+                quiet_until_s = worker.unwind_deadline_s + self._limits.unwind_timeout_s
+                if worker.handle.page.sample().is_quiet and now_s < quiet_until_s:
+                    continue  # a declared quiet section has twice the time; others wait for the abort
                 self._kill_for(worker, f"did not unwind to wrap within {self._limits.unwind_timeout_s:g} s")
 
     # ---- questions -----------------------------------------------------------------------------------
