@@ -38,9 +38,9 @@ WORLDS = {
 }
 
 LONG = {
-    "three hosts die and two join": Setup(kills=3, joins=2),
+    "three hosts die and two join": Setup(kills=3, joins=2, last_step=0),
     "two hosts die, others join, another leader takes over": Setup(kills=2, joins=1, elections=1),
-    "two workers are lost": Setup(faults=2, spares=2),
+    "two workers are lost": Setup(faults=2, spares=2, last_step=0),
     "a host dies, a worker is lost, one joins": Setup(kills=1, faults=1, joins=1, last_step=0),
     "two hosts die and nobody answers": Setup(kills=2, deadlines=2, last_step=0),
 }
