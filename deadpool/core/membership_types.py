@@ -15,7 +15,7 @@ class Limits:
     lease_ttl_s: float = 5.0  # for 2 x TTL after an election a missing key alone is no evidence
     suspect_s: float = 2.0  # failed collective without a confirmed death -> same members, g + 1
     abort_s: float = 57.0  # acks of ABORTING: workers' limits (2 + 10 + 30 s) + 15 s
-    restore_s: float = 45.0  # acks of RESTORING: 10 s + bytes / floor rate, or the rebuild's 30 s
+    restore_s: float = 45.0  # acks of RESTORING, plus what the acks of ABORTING ask for (restore_extra_s)
     spare_wait_s: float = 600.0  # STALLED before the job ends with code 3
     forming_s: float = 600.0  # all hosts registered; then, again, snapshot 0 complete everywhere
     only_copy_extra_s: float = 60.0  # more patience with an agent that holds the only copy

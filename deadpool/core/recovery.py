@@ -35,7 +35,7 @@ def enter_view(state: State, view: View, now_s: float) -> State:
     limit_s = {
         Phase.FORMING: limits.forming_s,
         Phase.ABORTING: limits.abort_s,
-        Phase.RESTORING: limits.restore_s,
+        Phase.RESTORING: limits.restore_s + _restore_extra_s(state),
         Phase.STALLED: limits.spare_wait_s,
     }.get(view.phase)
     is_aborting = view.phase is Phase.ABORTING
@@ -215,7 +215,7 @@ def on_deadline(state: State, now_s: float) -> Outcome:
         case Phase.ABORTING:
             return _on_abort_deadline(state, view, now_s, [view.slots[slot] for slot in late])
         case Phase.RESTORING:
-            reason = f"{hosts} did not restore within {limits.restore_s:g} s."
+            reason = f"{hosts} did not restore within {limits.restore_s + _restore_extra_s(state):.0f} s."
             broken = [view.slots[slot] for slot in late if view.slots[slot] in view.joining]
             if broken:
                 bad = {host_of(state, member) for member in broken}
@@ -299,6 +299,11 @@ def last_line(text: str) -> str:
 def ordinal(count: int) -> str:
     """Second, third, 4th."""
     return {1: "first", 2: "second", 3: "third"}.get(count, f"{count}th")
+
+
+def _restore_extra_s(state: State) -> float:
+    """Large states and slow scripts take their time; survivors say how much (see Ack)."""
+    return max((ack.restore_extra_s for ack in state.acks), default=0.0)
 
 
 def _is_aborted(state: State, view: View) -> bool:

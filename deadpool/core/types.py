@@ -149,3 +149,4 @@ class Ack:
     last_step: int = 0  # newest step that any own rank finished
     seconds: tuple[tuple[str, float], ...] = ()  # phase name -> seconds (fetch, rebuild, restore)
     groups: tuple[ReplicatedGroup, ...] = ()  # with ABORTING: replicated groups of the own ranks' layouts
+    restore_extra_s: float = 0.0  # with ABORTING: what building and fetching a host of this size may add

@@ -40,7 +40,7 @@ from deadpool.runtime.messages import (
 from deadpool.runtime.once import OnceArea
 from deadpool.runtime.once_areas import OnceAreas
 from deadpool.runtime.parts import HostParts, first_name
-from deadpool.runtime.restoring import Restoring
+from deadpool.runtime.restoring import Restoring, restore_extra_s
 from deadpool.runtime.result import note_worker
 from deadpool.runtime.workforce import Worker, WorkerState
 
@@ -312,6 +312,7 @@ class Host:
             last_step=last_step,
             seconds=(("abort", time.monotonic() - generation.began_s),),
             groups=self._areas.groups_of(inventory.copies),
+            restore_extra_s=restore_extra_s(parts),
         )
         parts.log.emit(
             "recovery.phase",
@@ -402,7 +403,7 @@ class Host:
                 segment.empty(0)
                 self._faults.report(FaultKind.BAD_INPUT, (rank,), str(error), 0)
                 return
-        worker.enter(WorkerState.ATTACHED)
+        self._parts.workforce.attached(worker)
         worker.handle.send(SegmentReply(generation=message.generation, load=load), (segment.fd,))
         self._prepare(rank)
 

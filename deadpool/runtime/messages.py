@@ -179,6 +179,7 @@ class Restore(Message, frozen=True, kw_only=True, tag=True):
     name: Name
     bank: int
     rendezvous: tuple[str, int]
+    timeout_s: float  # for the rebuild, the other hosts' fetching and building included
 
 
 class Finish(Message, frozen=True, kw_only=True, tag=True):

@@ -34,6 +34,13 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.5
 
 
+def restore_extra_s(parts: HostParts) -> float:
+    """What a host like this one may take to build the script again and to fetch its ranks' state."""
+    store = parts.config.store
+    fetch_s = store.transfer_timeout_s + parts.store.memory_bytes() / store.floor_rate_bytes_s
+    return fetch_s + 2 * parts.workforce.build_s
+
+
 class Restoring:
     """One RESTORING view, on the agent's main thread. Thrown away with its generation.
 
@@ -148,6 +155,8 @@ class Restoring:
                     name=self._rollback,
                     bank=bank,
                     rendezvous=(host.address, host.rendezvous_port),
+                    timeout_s=self._parts.config.communicator.rebuild_timeout_s
+                    + restore_extra_s(self._parts),
                 ),
             )
 

@@ -132,7 +132,8 @@ class TrainingSession:
             communicators.init_process_group(None)
         else:
             communicators.start_recording()
-            communicators.init_process_group(self._rendezvous(self._assignment.rendezvous))
+            timeout_s = self.worker.config.communicator.rebuild_timeout_s
+            communicators.init_process_group(self._rendezvous(self._assignment.rendezvous, timeout_s))
 
     def discard(self) -> None:
         self.communicators.destroy_all()
@@ -140,13 +141,13 @@ class TrainingSession:
             self._state.close()
         self._page.close()
 
-    def _rendezvous(self, address: tuple[str, int]) -> RendezvousStore:
+    def _rendezvous(self, address: tuple[str, int], timeout_s: float) -> RendezvousStore:
         return RendezvousStore(
             address[0],
             address[1],
             token=self._assignment.token,
             generation=self.generation,
-            timeout_s=self.worker.config.communicator.rebuild_timeout_s,
+            timeout_s=timeout_s,
         )
 
     def _record_dir(self) -> Path | None:
@@ -360,7 +361,8 @@ class TrainingSession:
         assert self._state is not None
         started = time.monotonic()
         self.generation = message.generation
-        self.communicators.open(message.generation, self._rendezvous(message.rendezvous))
+        store = self._rendezvous(message.rendezvous, message.timeout_s)
+        self.communicators.open(message.generation, store, timeout_s=message.timeout_s)
         rebuilt = time.monotonic()
         # Survivors that began no optimizer step since the rollback step still hold its tensors.
         clean = not self.is_fresh and self.step == message.name.step and self._began_step <= self.step

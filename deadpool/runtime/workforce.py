@@ -120,6 +120,7 @@ class Workforce:
     ) -> None:
         self.workers: list[Worker] = []
         self.versions: dict[str, str] = {}  # of the packages that must agree across hosts
+        self.build_s = 0.0  # what the slowest worker took from its assignment to `wrap`
         self.ready_s = 0.0  # what the last worker took from its start to parked
         self._config = config
         self._limits = config.communicator
@@ -196,6 +197,11 @@ class Workforce:
             worker.handle.rank = assignment.rank
             worker.enter(WorkerState.BUILDING)
         worker.handle.send(assignment)
+
+    def attached(self, worker: Worker) -> None:
+        """The script of a worker has reached `wrap`."""
+        self.build_s = max(self.build_s, time.monotonic() - worker.since_s)
+        worker.enter(WorkerState.ATTACHED)
 
     def run(self, generation: int) -> None:
         for worker in self._assigned():
