@@ -105,7 +105,9 @@ class Job:
         )
         self.feed(FaultReported(fault=replace(fault, **more), now_s=self.now_s))  # type: ignore[arg-type]
 
-    def ack(self, *indices: int, name: Name = FIVE, lost: tuple[int, ...] = ()) -> None:
+    def ack(
+        self, *indices: int, name: Name = FIVE, lost: tuple[int, ...] = (), restore_extra_s: float = 0.0
+    ) -> None:
         """Acks of the current phase; each host has its own copy of `name` and that of the slot before."""
         phase, generation = self.view.phase, self.view.generation
         for index in indices:
@@ -119,6 +121,7 @@ class Job:
                 inventory=inventory,
                 lost_ranks=lost,
                 last_step=6,
+                restore_extra_s=restore_extra_s,
             )
             self.feed(Acked(ack=ack, now_s=self.now_s))
 

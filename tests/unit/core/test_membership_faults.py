@@ -182,6 +182,16 @@ def test_few_hosts_cover_all_pairs(pairs: tuple[tuple[int, int], ...], cover: tu
     assert smallest_cover(pairs) == cover
 
 
+def test_what_a_leaving_host_reports_does_not_hit_the_host_in_its_place() -> None:
+    job = Job.running(spares=2)
+    job.fault(FaultKind.WORKER_EXIT, 1)
+    assert (job.view.slots, job.view.leaving) == (("m0", "m3", "m2"), ("m1",))
+    job.fault(FaultKind.WORKER_EXIT, 1, ranks=(1,), detail="its other worker ends, too")
+    assert job.published == []
+    job.fault(FaultKind.WORKER_EXIT, 3, ranks=(1,))
+    assert job.view.slots == ("m0", "m4", "m2")
+
+
 # --- Deadlines ---
 
 
@@ -215,6 +225,19 @@ def test_a_joining_host_that_does_not_restore_in_time_is_quarantined() -> None:
     job.tick(40)
     assert (job.view.generation, job.view.slots) == (3, ("m0", "m4", "m2"))
     assert job.fenced == {"m3": True}
+
+
+def test_a_large_state_has_the_time_that_its_survivors_ask_for() -> None:
+    job = Job.running(spares=2)
+    job.lose(1)
+    job.ack(0, restore_extra_s=7)
+    job.ack(2, restore_extra_s=90)
+    assert job.view.phase is Phase.RESTORING
+    job.tick(129)
+    assert job.published == []
+    job.tick(1)
+    assert job.fenced == {"m3": True}
+    assert "did not restore within 130 s" in job.view.reason
 
 
 def test_survivors_that_do_not_restore_in_time_are_tried_again_before_they_are_replaced() -> None:

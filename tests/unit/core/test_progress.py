@@ -5,9 +5,11 @@ from __future__ import annotations
 from deadpool.core.progress import HandleProgress, RankProgress, find_culprits
 
 
-def rank(number: int, *handles: tuple[int, int, int], frozen: bool = False) -> RankProgress:
+def rank(
+    number: int, *handles: tuple[int, int, int], frozen: bool = False, quiet: bool = False
+) -> RankProgress:
     progress = tuple(HandleProgress(name_hash=h, issued=i, completed=c) for h, i, c in handles)
-    return RankProgress(rank=number, tick_frozen=frozen, finished_step=1, handles=progress)
+    return RankProgress(rank=number, tick_frozen=frozen, finished_step=1, handles=progress, is_quiet=quiet)
 
 
 def test_the_rank_that_has_not_issued_what_others_wait_for_is_named() -> None:
@@ -53,3 +55,18 @@ def test_ranks_that_lag_behind_a_stopped_one_are_not_named() -> None:
 
 def test_no_reports_name_nobody() -> None:
     assert find_culprits([]) == ()
+
+
+def test_nobody_is_named_while_the_end_of_the_chain_is_quiet_on_purpose() -> None:
+    tensor, pipeline = 1, 2
+    reports = [
+        rank(0, (tensor, 3, 3), quiet=True),  # writes a file; 1 waits for it, and 2 for 1
+        rank(1, (tensor, 4, 3), (pipeline, 8, 8)),
+        rank(2, (pipeline, 9, 8)),
+    ]
+    assert find_culprits(reports) == ()
+
+
+def test_a_stopped_process_is_named_although_another_rank_is_quiet() -> None:
+    reports = [rank(0, (1, 7, 6)), rank(1, (1, 6, 6), quiet=True), rank(2, (1, 6, 6), frozen=True)]
+    assert find_culprits(reports) == (2,)
