@@ -1,4 +1,4 @@
-"""Every error that DeadPool raises, and every exit code it ends with.
+"""The errors that scripts and callers may see, and every exit code.
 
     DeadPoolError
     |- ConfigError            bad input; lists every problem found, each with its origin       exit 2
@@ -6,16 +6,14 @@
     |- MembershipError
     |  |- StoreUnavailable    etcd cannot be reached                                           exit 5
     |  |- LeaseLost           this agent's lease ran out
-    |  |- Fenced              this process was replaced and must write nothing                 exit 73
-    |  `- NoSpareLeft         no spare in time; checkpoint written                             exit 3
+    |  `- Fenced              this process was replaced and must write nothing                 exit 73
     |- CommunicatorError
     |  |- CollectiveAborted   the generation was closed; caught by `wrap`
     |  |- RebuildTimeout      communicators were not rebuilt in time
     |  `- ReplayMismatch      a spare's constructor phase differs from the recorded one
     `- SnapshotError
        |- LayoutMismatch      a snapshot does not fit the state it should restore              exit 2
-       |- ReplicaCorrupt      a copy failed its checksum; it does not count
-       `- ShardLost           no live copy and no checkpoint                                   exit 4
+       `- ReplicaCorrupt      a copy failed its checksum; it does not count
 
 A message says what happened, where (rank, generation, step) and what to do.
 """
@@ -72,10 +70,6 @@ class Fenced(MembershipError):
     """This process was replaced; it must write nothing and end."""
 
 
-class NoSpareLeft(MembershipError):
-    """No spare arrived in time."""
-
-
 class CommunicatorError(DeadPoolError):
     """Base of communicator errors."""
 
@@ -102,7 +96,3 @@ class LayoutMismatch(SnapshotError):
 
 class ReplicaCorrupt(SnapshotError):
     """A copy failed its checksum."""
-
-
-class ShardLost(SnapshotError):
-    """Some rank has no live copy."""

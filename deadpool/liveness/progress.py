@@ -38,11 +38,9 @@ class Field(Enum):
     FINISHED_GENERATION = 32
     BEGAN_STEP = 40  # the optimizer began this step: tensors may have changed
     BOUNDARY_NS = 48  # CLOCK_BOOTTIME at the last boundary
-    STATE = 56
     QUIET = 64  # 1 in a declared quiet section
     HANDLE_COUNT = 72
     MEDIAN_STEP_NS = 80
-    STEPS_BEGUN = 88
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +53,8 @@ class PageSample:
     finished_generation: int
     began_step: int
     boundary_ns: int
-    state: int
     is_quiet: bool
     median_step_s: float
-    steps_begun: int
     handles: tuple[tuple[int, int, int], ...]  # (hash of the name, collectives issued, completed)
 
 
@@ -116,16 +112,10 @@ class WorkerPage:
             finished_generation=self.get(Field.FINISHED_GENERATION),
             began_step=self.get(Field.BEGAN_STEP),
             boundary_ns=self.get(Field.BOUNDARY_NS),
-            state=self.get(Field.STATE),
             is_quiet=self.get(Field.QUIET) != 0,
             median_step_s=self.get(Field.MEDIAN_STEP_NS) / 1e9,
-            steps_begun=self.get(Field.STEPS_BEGUN),
             handles=tuple(handles),
         )
-
-    def begin_step(self) -> None:
-        """The worker enters a step."""
-        self._set(Field.STEPS_BEGUN, self.get(Field.STEPS_BEGUN) + 1)
 
     def begin_optimizer(self, step: int) -> None:
         """The optimizer of `step` is about to change tensors."""
@@ -149,9 +139,6 @@ class WorkerPage:
     def set_quiet(self, is_quiet: bool) -> None:
         """Enter or leave a declared quiet section."""
         self._set(Field.QUIET, int(is_quiet))
-
-    def set_state(self, state: int) -> None:
-        self._set(Field.STATE, state)
 
     def close(self) -> None:
         """Unmap; the creator's descriptor is closed too."""

@@ -27,12 +27,6 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
     seconds: float
 
 
-class Joined(Message, frozen=True, kw_only=True, tag=True):
-    """`deadpool.init()` returned in the worker."""
-
-    generation: int
-
-
 class Attach(Message, frozen=True, kw_only=True, tag=True):
     """`wrap` was called: what this rank's segment must hold."""
 
@@ -274,7 +268,6 @@ class StatusReply(Message, frozen=True, kw_only=True, tag=True):
 
 WorkerToAgent = (
     Ready
-    | Joined
     | Attach
     | Captured
     | Refused

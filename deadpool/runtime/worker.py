@@ -27,7 +27,6 @@ from deadpool.config import Config
 from deadpool.errors import DeadPoolError, ExitCode
 from deadpool.runtime.ipc import Channel, ReaderThread
 from deadpool.runtime.messages import (
-    Abort,
     AgentToWorker,
     Assign,
     CaptureStep,
@@ -76,7 +75,6 @@ class WorkerProcess:
         self.run_dir = run_dir
         self.pid = os.getpid()
         self.assignment: Assign | None = None
-        self.aborting: Abort | None = None  # the newest abort heard
         self.committed_step = -1
         self._naming: CaptureStep | None = None  # told, not yet reached
         self._boundary_step = 0  # newest boundary passed
@@ -222,9 +220,6 @@ class WorkerProcess:
                 with self._naming_lock:
                     if self._naming is not None and self._naming.step == step:
                         self._naming = None
-            case Abort():
-                self.aborting = message
-                self._inbox.put(message)
             case _:
                 self._inbox.put(message)
 

@@ -26,8 +26,6 @@ import msgspec
 from deadpool.core.types import Name
 from deadpool.errors import LayoutMismatch, ReplicaCorrupt, SnapshotError
 from deadpool.store.checksum import RunningChecksum, chunk_digest, iterate_chunks
-from deadpool.store.host_memory import HostMemoryStore
-from deadpool.store.segment import Segment, SegmentKind
 
 logger = logging.getLogger(__name__)
 
@@ -127,37 +125,6 @@ def write_shard(
     return Shard(rank=rank, file=file, n_bytes=n_bytes, checksum=checksum.value())
 
 
-def save_own(
-    store: HostMemoryStore,
-    root: Path,
-    rank: int,
-    name: Name,
-    *,
-    check_lease: Check,
-    with_replicated: bool = True,
-) -> Shard:
-    """Write the own copy `name` of a rank; nothing counts if its bank is overwritten meanwhile.
-
-    Raises:
-        SnapshotError: no such copy here, or it was overwritten while it was written.
-    """
-    with store.read(rank, name, kind=SegmentKind.OWN) as reader:
-        segment, bank = reader.segment, reader.bank
-        parts = {
-            "once": segment.once_view()[: segment.once_len],
-            "blob": segment.blob_view(bank)[: reader.info.blob_len],
-            "unique": segment.unique_view(bank),
-        }
-        if with_replicated:
-            parts["replicated"] = segment.replicated_view(bank)
-
-        def check() -> None:
-            check_lease()
-            reader.finish()
-
-        return write_shard(root, name, rank, parts, check_lease=check)
-
-
 def write_manifest(
     root: Path, name: Name, shards: Sequence[Shard], *, world_size: int, check_lease: Check
 ) -> Manifest:
@@ -236,35 +203,6 @@ def read_shard(
                 checksum.add(chunk_digest(chunk))
     if checksum.value() != shard.checksum:
         raise ReplicaCorrupt(f"{path} fails its checksum")
-
-
-def load_own(root: Path, manifest: Manifest, rank: int, segment: Segment, bank: int) -> None:
-    """Read a rank's shard into a bank of its own segment; the bank is COMPLETE afterwards.
-
-    The write-once area is sealed too, unless it is already.
-    """
-
-    def place(sizes: Mapping[str, int]) -> Mapping[str, memoryview]:
-        if sizes["blob"] > segment.layout.blob_capacity or sizes["once"] > segment.layout.once_bytes:
-            raise LayoutMismatch(f"rank {rank}: {sizes} does not fit {segment.layout}")
-        lengths.update(sizes)
-        views = {"blob": segment.blob_view(bank)[: sizes["blob"]], "unique": segment.unique_view(bank)}
-        if "replicated" in sizes:
-            views["replicated"] = segment.replicated_view(bank)
-        if not segment.once_is_sealed:
-            views["once"] = segment.once_view()[: sizes["once"]]
-        return views
-
-    lengths: dict[str, int] = {}
-    segment.begin(bank, manifest.name)
-    try:
-        read_shard(root, manifest, rank, place)
-    except BaseException:
-        segment.empty(bank)
-        raise
-    if not segment.once_is_sealed:
-        segment.seal_once(lengths["once"])
-    segment.complete(bank, blob_len=lengths["blob"])
 
 
 def prune(root: Path, *, keep: int = KEPT_CHECKPOINTS) -> tuple[Path, ...]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ from deadpool.core.types import Name
 from deadpool.errors import Fenced, LayoutMismatch, ReplicaCorrupt, SnapshotError
 from deadpool.store import checkpoint
 from deadpool.store.checkpoint import Manifest, Shard
-from deadpool.store.host_memory import HostMemoryStore
-from deadpool.store.segment import BankState, Segment, SegmentLayout
 
 WORLD = 3
 FIRST, SECOND, THIRD = (Name(step=step, generation=0) for step in (10, 20, 30))
@@ -257,65 +254,3 @@ def test_a_writer_killed_before_its_rename_leaves_no_shard(tmp_path: Path) -> No
     assert not (tmp_path / "step-10.g0" / "rank-2.shard").exists()
     shards += write_shards(tmp_path, FIRST, range(2, 3))
     checkpoint.write_manifest(tmp_path, FIRST, shards, world_size=WORLD, check_lease=allow)
-
-
-LAYOUT = SegmentLayout(once_bytes=100, blob_capacity=100, unique_bytes=9000, replicated_bytes=5000)
-
-
-@pytest.fixture
-def store() -> Iterator[HostMemoryStore]:
-    made = HostMemoryStore("h", prefault=False)
-    yield made
-    made.close()
-
-
-def capture(segment: Segment, name: Name) -> None:
-    segment.begin(0, name)
-    segment.blob_view(0)[:4] = b"blob"
-    segment.unique_view(0)[:] = os.urandom(9000)
-    segment.replicated_view(0)[:] = os.urandom(5000)
-    segment.complete(0, blob_len=4)
-
-
-def test_an_own_bank_goes_to_storage_and_back(tmp_path: Path, store: HostMemoryStore) -> None:
-    segment = store.create_own(0, LAYOUT)
-    segment.write_once(b"record")
-    capture(segment, FIRST)
-    shard = checkpoint.save_own(store, tmp_path, 0, FIRST, check_lease=allow)
-    manifest = checkpoint.write_manifest(tmp_path, FIRST, [shard], world_size=1, check_lease=allow)
-    assert not store.leases
-
-    again = store.create_own(1, LAYOUT)
-    checkpoint.load_own(tmp_path, manifest, 0, again, 1)
-
-    info = again.bank_info(1)
-    assert (info.complete_name, info.blob_len) == (FIRST, 4)
-    assert bytes(again.once_view()[: again.once_len]) == b"record"
-    assert again.unique_view(1) == segment.unique_view(0)
-    assert again.replicated_view(1) == segment.replicated_view(0)
-
-
-def test_a_bank_overwritten_while_it_is_saved_makes_no_shard(tmp_path: Path, store: HostMemoryStore) -> None:
-    segment = store.create_own(0, LAYOUT)
-    segment.write_once(b"record")
-    capture(segment, FIRST)
-
-    with pytest.raises(SnapshotError, match="overwritten"):
-        checkpoint.save_own(store, tmp_path, 0, FIRST, check_lease=lambda: segment.begin(0, SECOND))
-
-    assert files_in(tmp_path) == set()
-    assert not store.leases
-
-
-def test_a_shard_that_does_not_fit_leaves_the_bank_empty(tmp_path: Path, store: HostMemoryStore) -> None:
-    segment = store.create_own(0, LAYOUT)
-    segment.write_once(b"record")
-    capture(segment, FIRST)
-    shard = checkpoint.save_own(store, tmp_path, 0, FIRST, check_lease=allow, with_replicated=False)
-    manifest = checkpoint.write_manifest(tmp_path, FIRST, [shard], world_size=1, check_lease=allow)
-    smaller = SegmentLayout(once_bytes=100, blob_capacity=100, unique_bytes=8000, replicated_bytes=0)
-    other = store.create_own(1, smaller)
-
-    with pytest.raises(LayoutMismatch):
-        checkpoint.load_own(tmp_path, manifest, 0, other, 0)
-    assert other.bank_info(0).state is BankState.EMPTY
