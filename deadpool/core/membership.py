@@ -231,7 +231,7 @@ def _on_finished(state: State, event: Finished) -> Outcome:
 def _on_ack(state: State, ack: Ack, now_s: float) -> Outcome:
     view = state.view
     if view is None or ack.generation != view.generation or ack.phase is not view.phase:
-        return state, ()
+        return _recall_ack(state, ack, now_s), ()
     slot = state.slot_of.get(ack.member)
     if slot is not None:
         if bitset.has(state.acked, slot) or ack.phase not in (Phase.FORMING, Phase.ABORTING, Phase.RESTORING):
@@ -248,6 +248,19 @@ def _on_ack(state: State, ack: Ack, now_s: float) -> Outcome:
     else:
         return state, ()
     return (replace(state, acks=(*state.acks, ack)) if ack.phase is Phase.ABORTING else state), ()
+
+
+def _recall_ack(state: State, ack: Ack, now_s: float) -> State:
+    """A leader elected in RESTORING reads what was acked before it: how long restoring may take."""
+    view = state.view
+    if view is None or ack.generation != view.generation or state.deadline_s is None:
+        return state
+    if (ack.phase, view.phase) != (Phase.ABORTING, Phase.RESTORING):
+        return state
+    if any(known.member == ack.member for known in state.acks):
+        return state
+    deadline_s = max(state.deadline_s, now_s + state.limits.restore_s + ack.restore_extra_s)
+    return replace(state, acks=(*state.acks, ack), deadline_s=deadline_s)
 
 
 def _accept_losses(state: State, view: View, ack: Ack, slot: int) -> State | None:

@@ -84,6 +84,22 @@ def test_a_new_leader_keeps_the_rollback_that_the_old_one_fixed() -> None:
     assert (job.view.phase, job.view.rollback) == (Phase.RUNNING, view.rollback)
 
 
+def test_a_new_leader_knows_from_older_acks_how_long_restoring_may_take() -> None:
+    job = Job.running(spares=2)
+    job.lose(1)
+    job.ack(0, 2)
+    view = job.view
+    job.feed(LeaderElected(view=view, members=job.state.members, now_s=0.0))
+    for member, extra_s in (("m0", 90.0), ("m2", 7.0)):
+        ack = Ack(member=member, generation=2, phase=Phase.ABORTING, restore_extra_s=extra_s)
+        job.feed(Acked(ack=ack, now_s=0.0))
+    job.ack(0, 2)
+    job.tick(129)
+    assert job.view == view
+    job.tick(1)
+    assert job.fenced == {"m3": True}
+
+
 def test_a_new_leader_of_a_job_that_is_over_only_ends_it() -> None:
     job = Job.running()
     for index in range(3):
