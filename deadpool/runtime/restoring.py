@@ -93,7 +93,7 @@ class Restoring:
 
     def tick(self) -> None:
         """Plan if that was not possible yet; look again at what was missing."""
-        if time.monotonic() < self._retry_at_s:
+        if self._is_acked or time.monotonic() < self._retry_at_s:
             return
         self._retry_at_s = time.monotonic() + RETRY_S
         if self._plans is None:
@@ -109,8 +109,8 @@ class Restoring:
     def prepare(self, rank: int) -> None:
         """Bring the rollback step into a bank of `rank`. Called again whenever something has arrived."""
         segment, area = self._parts.store.own(rank), self._areas.get(rank)
-        if self._plans is None or segment is None or area is None:
-            return
+        if self._is_acked or self._plans is None or segment is None or area is None:
+            return  # once all stand restored the banks belong to training again
         bank = segment.bank_of(self._rollback)
         if bank is not None:
             self._banks[rank] = bank

@@ -93,6 +93,8 @@ class Rig:
     def check_recovery(self, job: Job, struck_s: float, within_s: float = RECOVER_S) -> Event:
         """A recovery followed within the bound, up to the first new step; returns its `recovery.done`."""
         assert job.named("snapshot.committed"), "nothing was ever protected"
+        taken = [event for event in job.named("snapshot.refused") if "no complete copy" in event["reason"]]
+        assert not taken, f"a bank was overwritten while it was to be sent: {taken[0]}"
         done = next(event for event in job.named("recovery.done") if event["monotonic_s"] > struck_s)
         steps = [
             float(record["t"])
