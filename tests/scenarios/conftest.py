@@ -19,9 +19,17 @@ TOY = Path(__file__).parent / "toy.py"
 TTL_S = 3.0
 DETECT_S = TTL_S + 2.0
 RECOVER_S = DETECT_S + 10.0
+TIMEOUT_S = 300
 OPTIONS = ("--lease-ttl-s", str(TTL_S), "--collective-timeout-s", "120")
 
 Launch = Callable[..., Job]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A scenario starts a dozen processes that each load torch, twice; a loaded machine needs its time."""
+    for item in items:
+        if item.path.parent == TOY.parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 class Rig:

@@ -80,12 +80,12 @@ def test_chosen_events_give_one_short_line_even_with_fields_missing(tmp_path: Pa
     log = EventLog(None, "run", "h0", console=shown.append, strict=True)
     log.emit("recovery.done", generation=2, seconds=1.234, source="replica", rollback_step=6, lost_steps=0)
     log.emit("recovery.done", generation=3)
-    log.emit("wait.long", waiting_for="etcd", seconds="many", limit_s=3)
+    log.emit("liveness.silent", subject="h1", age_s="long")
     log.emit("snapshot.committed", generation=1, step=3)
     assert shown == [
         "recovered in 1.23 s from replica: back to step 6, 0 lost",
         "recovered in ? s from ?: back to step ?, ? lost",
-        "generation=0 waiting_for=etcd seconds=many limit_s=3",
+        "generation=0 subject=h1 age_s=long",
     ]
 
 
