@@ -174,7 +174,7 @@ class Host:
             self.slot = slot
         elif me not in view.leaving:
             return  # a spare
-        workforce.abort(view.generation, view.reason)
+        workforce.abort(view.generation, view.reason, is_leaving=me in view.leaving)
         self._check_quiet()
         self._place_all()
 

@@ -209,11 +209,20 @@ class Workforce:
             worker.enter(WorkerState.RUNNING)
             worker.handle.send(Run(generation=generation))
 
-    def abort(self, generation: int, reason: str) -> None:
+    def abort(self, generation: int, reason: str, *, is_leaving: bool) -> None:
         """Close handles of older generations, natively, and let the workers unwind.
 
         Called again for a newer generation it restarts the limits of those that are not quiet yet.
+
+        Args:
+            generation: the one that begins.
+            reason: for the workers' messages.
+            is_leaving: this host was replaced: nobody goes on from where its workers unwind to, so others
+                wait for them only as long as a capture under way may need.
         """
+        unwind_s = self._limits.abort_timeout_s + self._limits.unwind_timeout_s
+        if is_leaving:
+            unwind_s = self._limits.close_timeout_s
         now_s = time.monotonic()
         for worker in self._assigned():
             if worker.state not in _HAS_COMMUNICATORS:
@@ -223,12 +232,7 @@ class Workforce:
             worker.generation = generation
             worker.enter(WorkerState.ABORTING)
             worker.close_deadline_s = now_s + self._limits.close_timeout_s
-            worker.unwind_deadline_s = (
-                now_s
-                + self._limits.close_timeout_s
-                + self._limits.abort_timeout_s
-                + self._limits.unwind_timeout_s
-            )
+            worker.unwind_deadline_s = now_s + self._limits.close_timeout_s + unwind_s
 
     def kill_rank(self, rank: int, why: str) -> None:
         """Kill the worker of a rank; its copies stay."""
@@ -268,10 +272,7 @@ class Workforce:
             if worker.close_deadline_s and now_s > worker.close_deadline_s:
                 self._kill_for(worker, f"did not close its handles within {self._limits.close_timeout_s:g} s")
             elif worker.unwind_deadline_s and now_s > worker.unwind_deadline_s:
-                quiet_until_s = worker.unwind_deadline_s + self._limits.unwind_timeout_s
-                if worker.handle.page.sample().is_quiet and now_s < quiet_until_s:
-                    continue  # a declared quiet section has twice the time; others wait for the abort
-                self._kill_for(worker, f"did not unwind to wrap within {self._limits.unwind_timeout_s:g} s")
+                self._kill_for(worker, "did not unwind to wrap in time")
 
     # ---- questions -----------------------------------------------------------------------------------
 

@@ -79,6 +79,10 @@ def main() -> None:
     parser.add_argument("--api", choices=("wrap", "wrap_step"), default="wrap")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--raise-at", type=int, default=0, help="rank 1 raises ValueError at this step")
+    parser.add_argument("--spin-at", type=int, default=0, help="rank 1 computes for ever in this step, once")
+    parser.add_argument(
+        "--quiet-at", type=int, default=0, help="rank 1 writes a file for 8 s after this step"
+    )
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -100,6 +104,8 @@ def main() -> None:
         for step in ft.steps(arguments.steps):
             if step == arguments.raise_at and ft.rank == 1:
                 raise ValueError(f"a bug of the user at step {step}")
+            while step == arguments.spin_at and ft.rank == 1 and ft.generation == 1:
+                pass
             for _ in range(arguments.accumulate):
                 indices, inputs = next(batches)
                 loss = F.mse_loss(model(inputs), inputs.square()) / arguments.accumulate
@@ -110,6 +116,9 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
             ft.record(lr=scheduler.get_last_lr()[0])
+            if step == arguments.quiet_at and ft.rank == 1:
+                with ft.quiet():
+                    time.sleep(8.0)
 
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": loader}
     if arguments.api == "wrap":

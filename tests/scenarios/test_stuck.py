@@ -1,0 +1,33 @@
+"""Workers that live and make no progress: one that spins is replaced, one that is quiet on purpose is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Launch = Callable[..., Any]
+PROGRESS_TIMEOUT = ("--progress-timeout-s", "3")
+
+
+@pytest.mark.full
+def test_a_worker_that_spins_is_named_by_what_others_wait_for(rig: Any, launch: Launch) -> None:
+    job = launch(("--spin-at", "9"), nnodes=3, options=PROGRESS_TIMEOUT)
+    assert job.wait() == 0, job.output[-4000:]
+    rig.check_trace(job, world_size=3)
+    rig.check_one_owner(job, world_size=3)
+    rig.check_survivors(job, replaced={1}, world_size=3)
+    culprits = [event["ranks"] for event in job.named("progress.culprit")]
+    assert culprits == [[1]]
+    (done,) = job.named("recovery.done")
+    assert done["lost_steps"] <= 1
+
+
+@pytest.mark.full
+def test_a_quiet_section_is_no_stall(rig: Any, launch: Launch) -> None:
+    job = launch(("--quiet-at", "9"), nnodes=3, options=PROGRESS_TIMEOUT)
+    assert job.wait() == 0, job.output[-4000:]
+    rig.check_trace(job, world_size=3)
+    assert not job.named("recovery.done")
+    rig.check_survivors(job, replaced=set(), world_size=3)
