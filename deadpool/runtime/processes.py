@@ -27,6 +27,7 @@ _CLOSE_FRAME = struct.Struct("<QQ")
 _CLOSE = 1
 _CLOSED = 2
 OUTPUT_JOIN_S = 2.0
+SEND_TIMEOUT_S = 2
 PARKED_RANK = -1
 
 
@@ -54,6 +55,7 @@ class WorkerHandle:
         self.page = WorkerPage.create(f"deadpool-page-{local_rank}")
         self._closed_callback = closed
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_TIMEOUT_S, 0))
         self._close_socket, close_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         handover = {
             "message_fd": theirs.fileno(),
@@ -95,11 +97,15 @@ class WorkerHandle:
         return self.rank == PARKED_RANK
 
     def send(self, message: AgentToWorker, fds: tuple[int, ...] = ()) -> None:
-        """Send a message; a worker that is gone is noticed by the process watch, not here."""
+        """Send a message; a worker that is gone is noticed by the process watch, not here.
+
+        One that does not read for SEND_TIMEOUT_S is stopped or stuck: it is killed, and noticed so, too.
+        """
         try:
             self.channel.send(message, fds)
-        except ChannelClosed:
-            pass
+        except ChannelClosed as error:
+            if isinstance(error.__cause__, BlockingIOError):
+                self.kill()
 
     def close_handles(self, generation: int) -> None:
         """Tell the native listener to close every handle of generations up to `generation`."""
