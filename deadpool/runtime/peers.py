@@ -99,9 +99,8 @@ class Peers:
     def set_members(self, members: Mapping[MemberId, Member]) -> None:
         """The members that exist now."""
         self._known = set(members)
+        # What was observed stays: a lost leader's lease is ended at once, and the next one must hear of it.
         self.suspects &= self._known
-        self._gone &= self._known
-        self._silent &= self._known
         for member in [member for member in list(self._reaches) if member not in self._known]:
             self._reaches.pop(member, None)
         self._control.set_peers({key: value for key, value in members.items() if key != self._member})

@@ -210,6 +210,7 @@ def test_observations_are_said_again_to_whoever_leads_next(make_hosts: MakeHosts
     loop.run_until(lambda: bool(a.observed("b")), "b is gone")
     loop.run_until(lambda: bool(c.observations), "c is told")
     c.observations.clear()
+    a.peers.set_members({"a": a.member, "c": c.member})  # b led: its lease was ended at once
     a.peers.repeat_observations()
     loop.run_until(lambda: bool(c.observations), "c is told again")
     assert c.observations == [_gone("a", "b")]
