@@ -50,6 +50,7 @@ def test_without_a_spare_the_lost_host_is_in_the_checkpoint_too(
     check_goes_on(rig, launch, args, folder)
 
 
+@pytest.mark.full
 def test_sigterm_leaves_the_newest_snapshot_behind(rig: Any, launch: Launch, tmp_path: Path) -> None:
     args = ("--steps", "60")
     folder = tmp_path / "checkpoints"

@@ -42,6 +42,7 @@ def test_a_host_lost_at_any_point_of_a_step_changes_no_bit(
     assert done["lost_steps"] <= 1
 
 
+@pytest.mark.full
 def test_a_copy_that_arrived_in_part_is_never_offered(rig: Any, launch: Launch) -> None:
     """A19: the sender dies after part of its state has reached its holder; that copy is then needed."""
     args = ("--parallel", "fsdp2", "--steps", "14")

@@ -50,6 +50,7 @@ def test_a_gpt_on_real_text_survives_a_killed_and_a_stopped_worker(parallel: str
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.full
 def test_one_flipped_bit_after_a_recovery_makes_verify_say_no(tmp_path: Path) -> None:
     code, lines = verify(
         "--nnodes",
