@@ -25,7 +25,8 @@ def check_goes_on(rig: Any, launch: Launch, args: tuple[str, ...], folder: Path)
         assert job.digests(rank)["blob"] == undisturbed.digests(rank)["blob"]
 
 
-@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.full), "fsdp2"])
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_without_a_spare_the_lost_host_is_in_the_checkpoint_too(
     rig: Any, launch: Launch, tmp_path: Path, parallel: str
 ) -> None:

@@ -174,13 +174,16 @@ def test_with_one_of_three_servers_down_calls_watches_and_leases_go_on(
         seen = watch(agents[1])
         (victim,) = (server for server in servers if server.leads())
 
+        # An election of etcd alone takes one to two seconds.
+        patient = replace(etcd_config(*endpoints), call_timeout_s=10.0)
+        registry = Registry(opened.enter_context(EtcdStore(patient)), "job")
         victim.kill()
-        agents[0].registry.put_recovery(7, {})
-        leader = agents[0].registry.leader()
+        registry.put_recovery(7, {})
+        leader = registry.leader()
         assert leader is not None
-        _, revision = agents[0].registry.view()
+        _, revision = registry.view()
         new_view = make_view(2, (MEMBERS[0].id, MEMBERS[1].id))
-        assert agents[0].registry.publish_view(new_view, revision, leader[1]) is not None
+        assert registry.publish_view(new_view, revision, leader[1]) is not None
 
         seen.wait_for(ViewPut, lambda put: put.view == new_view)
         assert [each for each in seen.events if isinstance(each, MemberGone)] == []
