@@ -314,8 +314,6 @@ class TrainingSession:
         self._records.drop()
         if self.communicators.closed_generation >= self.generation:
             return
-        if isinstance(error, BuildDiscarded):
-            raise error
         text = traceback.format_exc()
         self.worker.send(
             Raised(
