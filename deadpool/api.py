@@ -137,13 +137,14 @@ class Ft:
 
 
 def wrap(
-    train: Callable[[Ft], T], *, model: Any, optimizer: Any = None, data: Any = None, **state: Any
+    train: Callable[[Ft], T], *, model: Any = None, optimizer: Any = None, data: Any = None, **state: Any
 ) -> Callable[[], T]:
     """Protect a training function.
 
     Args:
         train: called as `train(ft)`; it may be entered again after a failure.
-        model: a module, or a list of modules (plain, DDP or FSDP2).
+        model: a module, or a list of modules (plain, DDP or FSDP2). None when a framework's object that a
+            plugin knows (`engine=`) holds it.
         optimizer: an optimizer, or a list.
         data: anything with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader), or None
             when the data is a function of the step.
@@ -169,7 +170,7 @@ def wrap(
 
 
 def wrap_step(
-    step: Callable[..., T], *, model: Any, optimizer: Any = None, data: Any = None, **state: Any
+    step: Callable[..., T], *, model: Any = None, optimizer: Any = None, data: Any = None, **state: Any
 ) -> StepRunner[T]:
     """Protect a loop that is not ours: the unit is one call of `step`.
 

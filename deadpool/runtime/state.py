@@ -17,7 +17,8 @@ from deadpool.snapshot.capture_cuda import make_capture
 from deadpool.snapshot.frameworks.ddp import Serve
 from deadpool.snapshot.layout import Layout, find_disagreements
 from deadpool.snapshot.restore import reset_after_abort, restore_blob, restore_rng, restore_tensors
-from deadpool.snapshot.stateful import NamedTensor, collect, hash_replicated, layout_of
+from deadpool.snapshot.stateful import collect, hash_replicated, layout_of
+from deadpool.snapshot.tensors import NamedTensor
 from deadpool.store.segment import BANKS, BankState, Segment
 
 DRAIN_TIMEOUT_S = 10.0

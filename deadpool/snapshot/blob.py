@@ -75,6 +75,7 @@ def build_blob(
             for item in state.ddp
         },
         "fsdp": {name: fsdp.read_flags(root) for name, root in state.fsdp},
+        "adapters": {name: dict(adapter.read()) for name, adapter in state.adapters},
         "training": {
             name: bytes(module.training for module in model.modules()) for name, model in state.models
         },
@@ -127,6 +128,10 @@ def why_not_now(state: TrainingState, *, has_stepped: bool) -> str | None:
     for table in state.derived:
         if not table.is_unchanged:
             return f"{table.name}: changed since wrap; register it with persistent=True, so that it is copied"
+    for _, adapter in state.adapters:
+        reason = adapter.why_not_now(has_stepped=has_stepped)
+        if reason is not None:
+            return reason
     if not has_stepped:
         for name, param in state.params:
             if param.grad is not None:

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from deadpool.errors import LayoutMismatch, SnapshotError
 from deadpool.snapshot.codec import dtype_name
 from deadpool.snapshot.layout import Buffer, Kind, Layout
-from deadpool.snapshot.stateful import NamedTensor
+from deadpool.snapshot.tensors import NamedTensor
 
 # Between two chunks a cancelled copy stops: 1 GiB takes 0.1-0.3 s, the abort's limit is 10 s. A smaller state
 # is one call.

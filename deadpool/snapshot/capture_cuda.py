@@ -22,7 +22,7 @@ import torch
 from deadpool.errors import SnapshotError
 from deadpool.snapshot.capture import Bank, Capture, Job, OnDone
 from deadpool.snapshot.layout import Layout
-from deadpool.snapshot.stateful import NamedTensor
+from deadpool.snapshot.tensors import NamedTensor
 
 
 class CudaCapture(Capture):

@@ -21,11 +21,16 @@ from deadpool.snapshot.stateful import Stateful, TrainingState, held_states, is_
 
 
 def reset_after_abort(state: TrainingState) -> None:
-    """Bring DDP reducers and FSDP2 modules back to idle. Asks no peer; harmless when nothing broke."""
+    """Bring DDP reducers, FSDP2 modules and frameworks with an adapter back to idle.
+
+    Asks no peer; harmless when nothing broke.
+    """
     for item in state.ddp:
         item.reset()
     for _, root in state.fsdp:
         fsdp.reset_after_abort(root)
+    for _, adapter in state.adapters:
+        adapter.reset()
 
 
 def restore_tensors(
@@ -97,6 +102,8 @@ def restore_blob(state: TrainingState, blob: Blob, *, serve: Serve) -> None:
         item.ddp.require_backward_grad_sync = part["syncs_backward"]
         item.ddp.require_forward_param_sync = part["syncs_forward"]
         item.install(part["buckets"], serve)
+    for name, adapter in state.adapters:
+        adapter.restore(parts["adapters"][name])
 
 
 def restore_rng(state: TrainingState, blob: Blob) -> None:
@@ -120,6 +127,7 @@ def _check_names(state: TrainingState, parts: dict[str, Any]) -> None:
         "training": [name for name, _ in state.models],
         "ddp": [item.name for item in state.ddp],
         "fsdp": [name for name, _ in state.fsdp],
+        "adapters": [name for name, _ in state.adapters],
     }
     for part, names in expected.items():
         stored = set(parts.get(part, ()))

@@ -21,11 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from deadpool.errors import ConfigError
+from deadpool.snapshot.adapter import StateAdapter, make_adapter
 from deadpool.snapshot.codec import dtype_name, find_unstorable
 from deadpool.snapshot.frameworks import fsdp
 from deadpool.snapshot.frameworks.ddp import DdpBuckets, find_ddp_problems
 from deadpool.snapshot.layout import Layout, TensorSpec, plan_layout, replicated_buffers
 from deadpool.snapshot.optimizer_state import create_missing_state
+from deadpool.snapshot.tensors import DerivedTensor, NamedTensor
 
 # Non-persistent buffers above this size are tables that the constructor computes (positions, masks): they
 # are checked, not copied. Smaller ones are simply copied. 64 KiB: below it a copy costs less than a check.
@@ -39,30 +41,6 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any, /) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedTensor:
-    """One tensor of the state. `resolve` finds the live one: its local shard, never a DTensor."""
-
-    name: str
-    resolve: Callable[[], torch.Tensor]
-    at_boundary: bool  # copied at the boundary, because a forward may write it
-    ranks: tuple[int, ...] = ()  # ranks that hold the same bytes if all goes well; () = this one only
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DerivedTensor:
-    """A table that the constructor computes: not stored, and found out if something changes it."""
-
-    name: str
-    resolve: Callable[[], torch.Tensor]
-    built: torch.Tensor
-    version: int
-
-    @property
-    def is_unchanged(self) -> bool:
-        return self.resolve() is self.built and self.built._version == self.version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +59,7 @@ class TrainingState:
     extra_state: tuple[tuple[str, nn.Module], ...]  # modules that define get_extra_state
     ddp: tuple[DdpBuckets, ...]
     fsdp: tuple[tuple[str, nn.Module], ...]  # root FSDP2 modules
+    adapters: tuple[tuple[str, StateAdapter], ...]  # of frameworks with state classes of their own
 
 
 def collect(objects: Mapping[str, object]) -> TrainingState:
@@ -189,10 +168,12 @@ class _Collector:
         self._extra_state: list[tuple[str, nn.Module]] = []
         self._ddp: list[DdpBuckets] = []
         self._fsdp: list[tuple[str, nn.Module]] = []
+        self._adapters: list[tuple[str, StateAdapter]] = []
+        self._adapted_optimizers: list[tuple[str, torch.optim.Optimizer]] = []
 
     def add(self, key: str, value: object) -> None:
         """Sort one object of `wrap`."""
-        if value is None:
+        if value is None or self._add_adapter(key, value):
             return
         if isinstance(value, nn.Module):
             self._add_model(key, value)
@@ -221,13 +202,33 @@ class _Collector:
             derived=tuple(self._derived),
             params=tuple(self._params.items()),
             models=tuple(self._models),
-            optimizers=tuple(self._optimizers),
+            optimizers=(*self._optimizers, *self._adapted_optimizers),
             scalars=tuple(self._scalars),
             objects=tuple(self._objects),
             extra_state=tuple(self._extra_state),
             ddp=tuple(self._ddp),
             fsdp=tuple(self._fsdp),
+            adapters=tuple(self._adapters),
         )
+
+    def _add_adapter(self, key: str, value: object) -> bool:
+        """Whether a plugin knows this object; its problems are noted."""
+        try:
+            adapter = make_adapter(key, value)
+        except ConfigError as error:
+            self._problems += error.problems
+            return True
+        if adapter is None:
+            return False
+        self._adapters.append((key, adapter))
+        for item in adapter.tensors():
+            if self._check_tensor(item.name, item.resolve()):
+                self._put(item)
+        for name, module in adapter.modules():
+            self._models.append((name, module))
+            self._add_buffers(name, module)
+        self._adapted_optimizers += adapter.optimizers()
+        return True
 
     def _add_model(self, key: str, model: nn.Module) -> None:
         self._models.append((key, model))
@@ -250,6 +251,9 @@ class _Collector:
             self._fsdp.append((f"{key}.{name}" if name else key, module))
         for name, param in model.named_parameters():
             self._add_param(f"{key}.{name}", param)
+        self._add_buffers(key, model)
+
+    def _add_buffers(self, key: str, model: nn.Module) -> None:
         for path, module in model.named_modules(prefix=key):
             persistent = set(module._buffers) - module._non_persistent_buffers_set
             for name, buffer in module._buffers.items():

@@ -14,7 +14,8 @@ from torch import nn
 from deadpool.errors import LayoutMismatch, SnapshotError
 from deadpool.snapshot import capture as capture_module
 from deadpool.snapshot.capture import Capture, bank_tensors, install_hooks
-from deadpool.snapshot.stateful import NamedTensor, TrainingState, collect, layout_of
+from deadpool.snapshot.stateful import TrainingState, collect, layout_of
+from deadpool.snapshot.tensors import NamedTensor
 from tests.unit.snapshot.support import DEADLINE_S, Keeper, digest, keeping, make_bank
 
 TENSORS, NUMBERS = 24, 100_000  # 10 MB: a copy takes milliseconds
@@ -40,6 +41,7 @@ def make_state() -> tuple[TrainingState, list[torch.Tensor]]:
         extra_state=empty,
         ddp=empty,
         fsdp=empty,
+        adapters=empty,
     )
     return state, tensors
 
