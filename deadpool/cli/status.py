@@ -24,6 +24,7 @@ from deadpool.cli.jobs import JobFile, find_job, is_running
 from deadpool.cli.rundir import read_agent_addresses
 from deadpool.core.types import Member, MemberId, Phase, View
 from deadpool.errors import ConfigError, ExitCode, MembershipError
+from deadpool.membership.registry import RECOVERIES_KEPT
 from deadpool.report import AgentStatus, HostStatus, JobStatus, RankStatus
 from deadpool.runtime.ipc import CONTROL_FRAME_BYTES, Channel, ChannelClosed
 from deadpool.runtime.messages import StatusReply, StatusRequest
@@ -169,7 +170,8 @@ def describe_status(status: JobStatus) -> list[str]:
     if status.granted_ttl_s is not None:
         lines.append(f"lease: {status.granted_ttl_s:g} s granted")
     if status.recoveries:
-        lines.append(f"recoveries: {len(status.recoveries)}")
+        count = len(status.recoveries)
+        lines.append(f"recoveries: {f'the newest {count}' if count == RECOVERIES_KEPT else count}")
         lines.extend(f"  {_describe_recovery(recovery)}" for recovery in status.recoveries)
     return lines
 

@@ -6,7 +6,8 @@ Keys, under /deadpool/<job id>/:
     leader                          lives with the leader's lease; its create revision is the term
     view                            written by the leader only, by compare-and-swap
     acks/<generation>/<phase>/<member>   faults/<generation>/<member>   finished/<generation>/<member>
-    fenced/<member>   quarantine/<host>   recoveries/<generation>
+    fenced/<member>   quarantine/<host>
+    recoveries                      summaries of the newest ones, in one key, so that a long job adds none
 Generations in keys have ten digits, so that older ones are one range.
 
 [Note: two kinds of missing key]
@@ -69,6 +70,9 @@ from deadpool.membership.store import (
 ROOT = "/deadpool/"
 _DETAIL_CHARS = 16 << 10
 """A fault's traceback is cut to its end: many hosts fail at once, and etcd holds it for every watcher."""
+
+RECOVERIES_KEPT = 100
+"""Summaries of the newest recoveries that status can show; the event logs have all."""
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.encode
@@ -276,11 +280,24 @@ class Registry:
         return self._list("quarantine/", Quarantine)
 
     def put_recovery(self, generation: int, summary: Mapping[str, Any]) -> None:
-        """Keep the summary of a recovery for status and report."""
-        self.store.put(f"{self.prefix}recoveries/{_digits(generation)}", _encode(dict(summary)))
+        """Keep the summary of a recovery for status; the newest RECOVERIES_KEPT stay. Safe to repeat."""
+        key = f"{self.prefix}recoveries"
+        mine = {**summary, "generation": generation}
+        while True:
+            pair = self.store.get(key)
+            older = [each for each in self._recoveries_in(pair) if each["generation"] != generation]
+            guard = is_modified_at(key, 0 if pair is None else pair.mod_revision)
+            write = Write(key=key, value=_encode([*older, mine][-RECOVERIES_KEPT:]))
+            if self.store.transaction([guard], [write]) is not None:
+                return  # otherwise another leader wrote at the same moment
 
     def recoveries(self) -> tuple[dict[str, Any], ...]:
-        return self._list("recoveries/", dict[str, Any])
+        """Summaries of the newest recoveries, each with its generation, oldest first."""
+        return tuple(self._recoveries_in(self.store.get(f"{self.prefix}recoveries")))
+
+    @staticmethod
+    def _recoveries_in(pair: KeyValue | None) -> list[dict[str, Any]]:
+        return [] if pair is None else (_decode_or_warn(pair, list[dict[str, Any]]) or [])
 
     # Clean-up
 

@@ -84,7 +84,7 @@ class Timeline:
             "seconds": now_s - self._began_s,
         }
         self._log.emit("recovery.done", generation=view.generation, **summary)
-        kept = {"generation": view.generation, "reason": view.reason, **self._cause, **summary}
+        kept = {"reason": view.reason, **self._cause, **summary}
         self._keep(view.generation, kept)
         self._began_s = 0.0
         self._cause = {}

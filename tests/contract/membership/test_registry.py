@@ -24,7 +24,7 @@ from deadpool.membership.records import (
     ViewGone,
     ViewPut,
 )
-from deadpool.membership.registry import Registry
+from deadpool.membership.registry import RECOVERIES_KEPT, Registry
 from deadpool.membership.store import Compare, KeyRange, Lease, MembershipStore, Write
 from tests.contract.membership.support import TTL_S, Backend, Recorder, make_member, make_view, run_at_once
 
@@ -167,7 +167,7 @@ def test_records_come_back_as_they_were_put(registry: Registry) -> None:
     assert registry.faults(3) == (fault,)
     assert registry.finished(3) == (MEMBERS[0].id,)
     assert registry.quarantined() == (quarantine,)
-    assert registry.recoveries() == ({"cause": {"rank": 1}, "seconds": {"fetch": 0.25}},)
+    assert registry.recoveries() == ({"cause": {"rank": 1}, "seconds": {"fetch": 0.25}, "generation": 3},)
     assert [registry.acks(2), registry.faults(2), registry.finished(2)] == [(), (), ()]
 
 
@@ -277,7 +277,7 @@ def test_clean_deletes_the_reports_of_older_generations_only(registry: Registry)
         registry.put_ack(Ack(member=MEMBERS[0].id, generation=generation, phase=Phase.RESTORING))
         registry.put_fault(Fault(kind=FaultKind.DEVICE, member=MEMBERS[0].id, generation=generation))
         registry.put_finished(MEMBERS[0].id, generation)
-        registry.put_recovery(generation, {"generation": generation})
+        registry.put_recovery(generation, {"source": "replica"})
 
     registry.clean(before_generation=10)
 
@@ -285,6 +285,19 @@ def test_clean_deletes_the_reports_of_older_generations_only(registry: Registry)
         assert [len(read(generation)) for generation in (1, 9, 10, 11, 100)] == [0, 0, 1, 1, 1]
     assert [each["generation"] for each in registry.recoveries()] == [1, 9, 10, 11, 100]
     assert registry.members() == (MEMBERS[0],)
+
+
+def test_summaries_of_recoveries_are_one_key_that_stays_small(
+    store: MembershipStore, registry: Registry
+) -> None:
+    for generation in range(2, 2 + RECOVERIES_KEPT + 5):
+        registry.put_recovery(generation, {"source": "replica"})
+        registry.put_recovery(generation, {"source": "checkpoint"})  # told again, after a lost answer
+
+    found = registry.recoveries()
+    assert [each["generation"] for each in found] == list(range(7, 7 + RECOVERIES_KEPT))
+    assert {each["source"] for each in found} == {"checkpoint"}
+    assert len(store.get_prefix(registry.prefix)[0]) == 1
 
 
 def test_the_last_member_erases_the_job_and_leaves_no_key(store: MembershipStore, registry: Registry) -> None:
