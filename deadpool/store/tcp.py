@@ -167,6 +167,7 @@ class TcpTransport(Transport):
                 deadline.check()
                 return idle, *_send_header(idle, header, source, check)
         deadline.check()
+        self._drop_abandoned()
         connection = self._connect(address, wire.Kind.PUSH, lane, check)
         with self._conversation(connection, f"stream to {address}", source):
             return connection, *_send_header(connection, header, source, check)
@@ -211,6 +212,15 @@ class TcpTransport(Transport):
                 idle.append(connection)
                 return
         self._drop(connection)
+
+    def _drop_abandoned(self) -> None:
+        """Close idle connections that their peers have closed: nobody asks for a dead holder's any more."""
+        with self._lock:
+            abandoned = [each for idle in self._idle.values() for each in idle if each.is_abandoned()]
+            kept = {key: [each for each in idle if each not in abandoned] for key, idle in self._idle.items()}
+            self._idle = {key: idle for key, idle in kept.items() if idle}
+        for connection in abandoned:
+            self._drop(connection)
 
     # -- server side
 

@@ -126,6 +126,12 @@ class Connection:
         rest = Deadline(FRAME_TIMEOUT_S, "the rest of a frame")
         return bytes(first) + self.receive(n_bytes - 1, rest.check)
 
+    def is_abandoned(self) -> bool:
+        """The peer has closed it. To be asked while no frame is due: then nothing but an end can arrive."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
     def shut_down(self) -> None:
         """Wake whoever is blocked on it. Never blocks."""
         with contextlib.suppress(OSError):

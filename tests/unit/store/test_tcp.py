@@ -49,13 +49,14 @@ class Owner:
     """Pushes snapshot 0 of rank 0 to an address."""
 
     def __init__(self, address: Address, *, timeout_s: float = WAIT_S) -> None:
+        self.address = address
         self.outcomes: queue.Queue[str] = queue.Queue()
         self.store = HostMemoryStore("owner", prefault=False)
         self.transport = TcpTransport(TOKEN)
         self.replicator = Replicator(
             self.store,
             self.transport,
-            address_of=lambda _: address,
+            address_of=lambda _: self.address,
             on_held=lambda *_: self.outcomes.put("held"),
             on_failed=lambda rank, name, why: self.outcomes.put(why),
             timeout_s=lambda _: timeout_s,
@@ -280,6 +281,18 @@ def test_an_idle_connection_that_broke_costs_no_attempt(holder: Holder) -> None:
 
         assert owner.push() == "held"
         assert relay.n_connections == 2
+
+
+def test_no_connection_to_a_holder_that_is_gone_stays_open(holder: Holder) -> None:
+    """Each holder of a long job has a port of its own: nobody asks for the old ones again."""
+    first = Holder()
+    with closing(Owner(first.address)) as owner:
+        assert owner.push() == "held"
+        first.close()
+        owner.address = holder.address
+
+        assert owner.push() == "held"
+        assert len(owner.transport._open) == 1
 
 
 def test_nothing_is_left_after_close_whatever_was_connected() -> None:
