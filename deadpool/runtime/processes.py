@@ -6,6 +6,7 @@ port and no shared-memory name that a killed run could leave behind.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -75,6 +76,7 @@ class WorkerHandle:
             stderr=subprocess.STDOUT,
             env=environment,
             pass_fds=(theirs.fileno(), close_theirs.fileno(), self.page.fd),
+            process_group=0,  # what the script starts ends with it
         )
         theirs.close()
         close_theirs.close()
@@ -115,12 +117,20 @@ class WorkerHandle:
             pass  # gone, or stopped with a full buffer: the limits decide
 
     def kill(self) -> None:
-        """SIGKILL, also when the worker is stopped."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
+        """SIGKILL the worker and what it has started, data workers for instance; also when it is stopped."""
+        if self.process.returncode is None:  # not reaped: until then nobody else gets its number
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self, timeout_s: float) -> bool:
-        """Wait for the process to be gone, and release what it used. False: it is still there."""
+        """Wait for a process that was killed or has ended, and release what it used.
+
+        What it started is killed, too: data workers that outlive their trainer would hold its output open.
+
+        Returns:
+            False if it is still there.
+        """
+        self.kill()
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

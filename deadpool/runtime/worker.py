@@ -41,6 +41,7 @@ from deadpool.runtime.messages import (
 
 ENVIRONMENT = "DEADPOOL_WORKER"
 PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)  # here and not in a forked child, where loading can deadlock
 
 _current: WorkerProcess | None = None
 
@@ -256,11 +257,29 @@ def _seed(rank: int) -> None:
 
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its agent dies; covers an agent that is already gone."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os._exit(int(ExitCode.REPLACED))
+
+
+def bind_forked_children() -> None:
+    """Let the processes that this one forks, data workers for instance, die with it, whatever kills it.
+
+    Only those that the calling thread forks: the kernel watches the parent's thread, which must last.
+    """
+    thread = threading.get_ident()  # the same in a forked child
+    parent = 0
+
+    def before() -> None:
+        nonlocal parent
+        parent = os.getpid()
+
+    def in_child() -> None:
+        if threading.get_ident() == thread:
+            die_with_parent(parent)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
 
 
 def self_test() -> None:
@@ -279,6 +298,7 @@ def main() -> int:
     started = time.monotonic()
     handover = json.loads(os.environ.pop(ENVIRONMENT))
     die_with_parent(handover["parent"])
+    bind_forked_children()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle
     sock = socket.socket(fileno=handover["message_fd"])
     channel: Channel[AgentToWorker] = Channel(sock, AgentToWorker)
