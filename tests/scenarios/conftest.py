@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from deadpool.cli.compare import compare_runs
-from deadpool.testing.cluster import Event, Job, JobSpec, run_to_end, running
+from deadpool.membership.embedded import EmbeddedEtcd
+from deadpool.testing.cluster import Event, HostsJob, Job, JobSpec, RunFolder, run_to_end, running
 
 TOY = Path(__file__).parent / "toy.py"
 TTL_S = 3.0
@@ -23,6 +24,7 @@ TIMEOUT_S = 300
 OPTIONS = ("--lease-ttl-s", str(TTL_S), "--collective-timeout-s", "120")
 
 Launch = Callable[..., Job]
+ByHand = Callable[..., HostsJob]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,7 +46,13 @@ class Rig:
         self._count = 0
 
     def spec(
-        self, args: Sequence[str], *, nnodes: int = 4, spares: int = 1, options: Sequence[str] = ()
+        self,
+        args: Sequence[str],
+        *,
+        nnodes: int = 4,
+        spares: int = 1,
+        options: Sequence[str] = (),
+        limit_s: float = 120.0,
     ) -> JobSpec:
         self._count += 1
         return JobSpec(
@@ -52,6 +60,7 @@ class Rig:
             args=args,
             options=("--nnodes", str(nnodes), "--spares", str(spares), *OPTIONS, *options),
             run_dir=self._folder / f"run-{self._count}",
+            limit_s=limit_s,
         )
 
     def undisturbed(self, args: Sequence[str], nnodes: int = 4) -> Job:
@@ -62,13 +71,13 @@ class Rig:
             self._undisturbed[key] = job
         return self._undisturbed[key]
 
-    def check_trace(self, job: Job, args: Sequence[str] = (), world_size: int = 4) -> None:
+    def check_trace(self, job: RunFolder, args: Sequence[str] = (), world_size: int = 4) -> None:
         """TC: every recorded value and the final state equal the undisturbed run's, bit for bit."""
         comparison = compare_runs(self.undisturbed(args, world_size).run_dir, job.run_dir, world_size)
         assert comparison.has_records
         assert not comparison.differences, comparison.differences[:5]
 
-    def check_one_owner(self, job: Job, world_size: int = 4) -> None:
+    def check_one_owner(self, job: RunFolder, world_size: int = 4) -> None:
         """OO: one process completes the steps of a (rank, generation); generations only grow."""
         first_of: dict[int, float] = {}
         last_of: dict[int, float] = {}
@@ -89,7 +98,7 @@ class Rig:
                 if older < newer:
                     assert last_of[older] <= first_of[newer] + 1.0
 
-    def check_survivors(self, job: Job, replaced: set[int], world_size: int = 4) -> None:
+    def check_survivors(self, job: RunFolder, replaced: set[int], world_size: int = 4) -> None:
         """SC: ranks whose host was not struck finished in the process in which they began."""
         for rank in range(world_size):
             pids = [line["pid"] for line in job.workers() if line["rank"] == rank]
@@ -98,7 +107,7 @@ class Rig:
             else:
                 assert set(pids) == {job.digests(rank)["pid"]}, f"rank {rank} changed its process"
 
-    def check_recovery(self, job: Job, struck_s: float, within_s: float = RECOVER_S) -> Event:
+    def check_recovery(self, job: RunFolder, struck_s: float, within_s: float = RECOVER_S) -> Event:
         """A recovery followed within the bound, up to the first new step; returns its `recovery.done`."""
         assert job.named("snapshot.committed"), "nothing was ever protected"
         taken = [event for event in job.named("snapshot.refused") if "no complete copy" in event["reason"]]
@@ -131,3 +140,26 @@ def launch(rig: Rig) -> Iterator[Launch]:
     yield start
     for context in contexts:
         context.__exit__(None, None, None)
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
+    """A server that a test may stop, kill and start again."""
+    with EmbeddedEtcd(tmp_path / "etcd") as server:
+        yield server
+
+
+@pytest.fixture
+def by_hand(rig: Rig) -> Iterator[ByHand]:
+    """Prepares a job whose hosts a test starts one by one; what runs then ends with the test."""
+    jobs: list[HostsJob] = []
+
+    def prepare(
+        etcd: Sequence[str], args: Sequence[str] = (), *, job_id: str = "by-hand", **keywords: object
+    ) -> HostsJob:
+        jobs.append(HostsJob(rig.spec(args, **keywords), etcd, job_id))  # type: ignore[arg-type]
+        return jobs[-1]
+
+    yield prepare
+    for job in jobs:
+        job.close()

@@ -7,9 +7,12 @@ Dropout, AdamW, warm-up and cosine learning rate, a seeded sampler, gradient acc
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +31,17 @@ WIDTH = 64
 
 
 class Squares(Dataset[tuple[int, Tensor]]):
-    """Sample i is drawn from generator i."""
+    """Sample i is drawn from generator i; `noise` comes from the global one, as augmentations often do."""
+
+    def __init__(self, noise: float) -> None:
+        self.noise = noise
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        return index, torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+        sample = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+        return index, sample + self.noise * torch.randn(WIDTH) if self.noise else sample
 
 
 class Shuffled(Sampler[int]):
@@ -71,6 +78,23 @@ def build(parallel: str) -> nn.Module:
     return model
 
 
+def hold_gil_for(seconds: float) -> None:
+    """As a C extension does that never lets other threads run."""
+    ctypes.PyDLL(None).usleep(int(1e6 * seconds))  # unlike CDLL, PyDLL keeps the GIL
+
+
+def collect_garbage_for(seconds: float) -> None:
+    """One collection that takes this long, as with hundreds of millions of objects."""
+
+    def take_long(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            hold_gil_for(seconds)
+
+    gc.callbacks.append(take_long)
+    gc.collect()
+    gc.callbacks.remove(take_long)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parallel", choices=("ddp", "fsdp2"), default="ddp")
@@ -83,11 +107,22 @@ def main() -> None:
     parser.add_argument(
         "--quiet-at", type=int, default=0, help="rank 1 writes a file for 8 s after this step"
     )
+    parser.add_argument(
+        "--hold-gil-at", type=int, default=0, help="rank 1 holds the GIL for 15 s after this step"
+    )
+    parser.add_argument(
+        "--collect-at", type=int, default=0, help="rank 1 collects garbage for 3 s in this step"
+    )
+    parser.add_argument("--num-workers", type=int, default=0, help="processes that load data")
+    parser.add_argument("--noise", type=float, default=0.0, help="added to each sample")
+    parser.add_argument("--holds", type=Path, help="folder: while rank-R is in it, rank R does not start")
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
     deadpool.init()
     rank = torch.distributed.get_rank()
+    while arguments.holds and (arguments.holds / f"rank-{rank}").exists():
+        time.sleep(0.05)
     model = build(arguments.parallel)
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -96,7 +131,10 @@ def main() -> None:
         lambda step: min(1.0, (step + 1) / 5) * 0.5 * (1 + math.cos(math.pi * step / arguments.steps)),
     )
     loader = StatefulDataLoader(
-        Squares(), batch_size=4, sampler=Shuffled(rank, torch.distributed.get_world_size())
+        Squares(arguments.noise),
+        batch_size=4,
+        sampler=Shuffled(rank, torch.distributed.get_world_size()),
+        num_workers=arguments.num_workers,
     )
 
     def train(ft: Ft) -> None:
@@ -106,6 +144,8 @@ def main() -> None:
                 raise ValueError(f"a bug of the user at step {step}")
             while step == arguments.spin_at and ft.rank == 1 and ft.generation == 1:
                 pass
+            if step == arguments.collect_at and ft.rank == 1:
+                collect_garbage_for(3.0)
             for _ in range(arguments.accumulate):
                 indices, inputs = next(batches)
                 loss = F.mse_loss(model(inputs), inputs.square()) / arguments.accumulate
@@ -119,6 +159,9 @@ def main() -> None:
             if step == arguments.quiet_at and ft.rank == 1:
                 with ft.quiet():
                     time.sleep(8.0)
+            if step == arguments.hold_gil_at and ft.rank == 1:
+                with ft.quiet():
+                    hold_gil_for(15.0)
 
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": loader}
     if arguments.api == "wrap":
