@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from deadpool.errors import ConfigError, SnapshotError
 from deadpool.runtime.session import TrainingSession
 from deadpool.runtime.state import StateKeeper
@@ -37,10 +39,18 @@ class StepRunner(Generic[T]):
         session: of this process, or None when unprotected.
         state: training state.
         data: loader whose batches are the step's first argument, or None.
+        draw: makes the step's first argument, for a framework whose steps take several batches; called with
+            the function that gives the next batch. None: one batch, as it is, if there is data.
     """
 
     def __init__(
-        self, step: Callable[..., T], session: TrainingSession | None, state: StateKeeper, data: Any
+        self,
+        step: Callable[..., T],
+        session: TrainingSession | None,
+        state: StateKeeper,
+        data: Any,
+        *,
+        draw: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> None:
         if data is not None and not hasattr(data, "__iter__"):
             raise ConfigError([f"data: a {type(data).__name__} cannot be iterated; pass the loader itself"])
@@ -48,6 +58,7 @@ class StepRunner(Generic[T]):
         self._session = session
         self._state = state
         self._data = data
+        self._draw = draw
         self._batches: Iterator[Any] | None = None
         self._calls = 0  # steps that the caller has asked for
         self._kept: OrderedDict[int, _Inputs] = OrderedDict()
@@ -76,6 +87,11 @@ class StepRunner(Generic[T]):
             else:
                 return result
             self._recover(session)
+
+    def record(self, **values: torch.Tensor | float) -> None:
+        """Keep values of the step that runs, bit for bit. They count only after its end."""
+        if self._session is not None:
+            self._session.record(values)
 
     def close(self) -> None:
         """Return when all ranks have finished; until then this rank takes part in recoveries."""
@@ -126,13 +142,17 @@ class StepRunner(Generic[T]):
             self._kept.popitem(last=False)
 
     def _batch(self) -> tuple[Any, ...]:
-        if self._data is None:
-            return ()
+        """The step's first argument, if it has one."""
+        if self._draw is not None:
+            return (self._draw(self._next_batch),)
+        return () if self._data is None else (self._next_batch(),)
+
+    def _next_batch(self) -> Any:
         if self._batches is None:
             self._batches = iter(self._data)
         for _ in range(2):
             try:
-                return (next(self._batches),)
+                return next(self._batches)
             except StopIteration:
                 self._batches = iter(self._data)  # the next epoch
         raise ConfigError([f"data: the {type(self._data).__name__} has no batches"])

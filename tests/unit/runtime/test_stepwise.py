@@ -90,6 +90,25 @@ def test_the_loader_gives_the_first_argument_epoch_after_epoch(state: StateKeepe
     assert loader.n_epochs == 3
 
 
+def test_a_framework_may_draw_several_batches_for_a_step_across_epochs(state: StateKeeper) -> None:
+    counts = iter([1, 2, 0])
+    runner = StepRunner(
+        lambda batches: batches,
+        None,
+        state,
+        Loader(),
+        draw=lambda next_batch: [next_batch() for _ in range(next(counts))],
+    )
+    assert runner() == ["epoch 1 batch 0"]
+    assert runner() == ["epoch 1 batch 1", "epoch 2 batch 0"]
+    assert runner() == []
+
+
+def test_values_recorded_without_a_job_are_dropped(state: StateKeeper) -> None:
+    runner = StepRunner(lambda: runner.record(loss=1.0), None, state, None)
+    assert runner() is None
+
+
 def test_the_loader_is_not_touched_before_the_first_call(state: StateKeeper) -> None:
     loader = Loader()
     StepRunner(lambda batch: batch, None, state, loader)
