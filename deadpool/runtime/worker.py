@@ -164,8 +164,10 @@ class WorkerProcess:
 
     def _forget_build(self) -> None:
         from deadpool.runtime.session import forget_session
+        from deadpool.snapshot.adapter import forget_builds
 
         forget_session()
+        forget_builds()
         gc.collect()
 
     def _run_script(self, assignment: Assign) -> int:

@@ -68,6 +68,7 @@ MakeAdapter = Callable[[str, Any], StateAdapter]
 """(keyword in `wrap`, object) -> adapter; raises ConfigError with every problem of the object."""
 
 _makers: dict[type, MakeAdapter] = {}
+_forgetters: list[Callable[[], None]] = []
 
 
 def register_adapter(kind: type, make: MakeAdapter) -> None:
@@ -85,3 +86,19 @@ def make_adapter(name: str, value: object) -> StateAdapter | None:
         if kind in _makers:
             return _makers[kind](name, value)
     return None
+
+
+def register_forgetter(forget: Callable[[], None]) -> None:
+    """Have `forget` called whenever a parked spare has thrown a build of the script away.
+
+    It puts what the framework keeps per process (groups, counters that name objects) back to where it was
+    before the script ran: the next build must come out as on a rank that builds once.
+    """
+    if forget not in _forgetters:
+        _forgetters.append(forget)
+
+
+def forget_builds() -> None:
+    """Call every forgetter."""
+    for forget in _forgetters:
+        forget()

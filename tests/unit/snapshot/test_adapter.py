@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deadpool.errors import ConfigError, LayoutMismatch
-from deadpool.snapshot.adapter import StateAdapter, register_adapter
+from deadpool.snapshot.adapter import StateAdapter, forget_builds, register_adapter, register_forgetter
 from deadpool.snapshot.blob import build_blob, why_not_now
 from deadpool.snapshot.stateful import collect
 from deadpool.snapshot.tensors import NamedTensor
@@ -162,3 +162,15 @@ def test_a_snapshot_without_the_adapted_object_is_refused(engine: Engine) -> Non
 
 def test_a_module_that_no_plugin_knows_is_an_ordinary_model() -> None:
     assert not collect({"model": nn.Linear(2, 2)}).adapters
+
+
+def test_what_a_framework_keeps_per_process_is_forgotten_once_for_each_discarded_build() -> None:
+    calls: list[str] = []
+
+    def forget() -> None:
+        calls.append("forgotten")
+
+    register_forgetter(forget)
+    register_forgetter(forget)
+    forget_builds()
+    assert calls == ["forgotten"]
