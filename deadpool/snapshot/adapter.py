@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deadpool.errors import ConfigError
 from deadpool.snapshot.tensors import NamedTensor
 
 
@@ -70,6 +71,13 @@ MakeAdapter = Callable[[str, Any], StateAdapter]
 _makers: dict[type, MakeAdapter] = {}
 _forgetters: list[Callable[[], None]] = []
 
+_PLUGINS = {
+    "deepspeed.runtime.engine.DeepSpeedEngine": "from deadpool.plugins import deepspeed",
+    "megatron.core.distributed.data_parallel_base._BaseDataParallel": "deadpool.plugins.megatron.wrap_step",
+    "megatron.core.optimizer.optimizer.MegatronOptimizer": "deadpool.plugins.megatron.wrap_step",
+}
+"""Classes that would be taken for plain modules and captured wrongly, and how to load the plugin for each."""
+
 
 def register_adapter(kind: type, make: MakeAdapter) -> None:
     """Let `wrap` take objects of `kind` and its subclasses."""
@@ -80,11 +88,16 @@ def make_adapter(name: str, value: object) -> StateAdapter | None:
     """The adapter of an object given to `wrap`, or None if no plugin knows its class.
 
     Raises:
-        ConfigError: a plugin knows it, and cannot protect it; lists every problem.
+        ConfigError: a plugin knows it, and cannot protect it, or was not loaded; lists every problem.
     """
     for kind in type(value).__mro__:
         if kind in _makers:
             return _makers[kind](name, value)
+        remedy = _PLUGINS.get(f"{kind.__module__}.{kind.__qualname__}")
+        if remedy is not None:
+            raise ConfigError(
+                [f"{name}: a {type(value).__qualname__} needs its plugin; write `{remedy}` in the script"]
+            )
     return None
 
 

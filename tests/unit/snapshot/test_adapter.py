@@ -164,6 +164,12 @@ def test_a_module_that_no_plugin_knows_is_an_ordinary_model() -> None:
     assert not collect({"model": nn.Linear(2, 2)}).adapters
 
 
+def test_an_engine_whose_plugin_is_not_loaded_is_refused_with_the_line_that_loads_it() -> None:
+    unknown = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})
+    with pytest.raises(ConfigError, match=r"engine: a DeepSpeedEngine needs .*`from deadpool.plugins import"):
+        collect({"engine": unknown()})
+
+
 def test_what_a_framework_keeps_per_process_is_forgotten_once_for_each_discarded_build() -> None:
     calls: list[str] = []
 
