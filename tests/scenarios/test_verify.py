@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-YES = "bit-identical to the undisturbed run: yes"
-NO = "bit-identical to the undisturbed run: no: "
-
-
-def verify(*arguments: str, limit_s: float = 170.0) -> tuple[int, list[str]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "deadpool", "verify", "--standalone", *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=limit_s,
-        text=True,
-    )
-    return done.returncode, done.stdout.strip().splitlines()
+from tests.verifying import NO, check_verified, verify
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_a_gpt_on_real_text_survives_a_killed_and_a_stopped_worker(parallel: str, tmp_path: Path) -> None:
-    code, lines = verify(
+    check_verified(
         "--nnodes",
         "2",
         "--spares",
@@ -45,8 +29,6 @@ def test_a_gpt_on_real_text_survives_a_killed_and_a_stopped_worker(parallel: str
         "--steps",
         "14",
     )
-    assert lines[-1] == YES, "\n".join(lines[-40:])
-    assert code == 0
 
 
 @pytest.mark.timeout(120)
@@ -78,7 +60,7 @@ def test_one_flipped_bit_after_a_recovery_makes_verify_say_no(tmp_path: Path) ->
 def test_three_hosts_survive_two_faults_in_one_run(
     parallel: str, kinds: tuple[str, str], tmp_path: Path
 ) -> None:
-    code, lines = verify(
+    check_verified(
         "--nnodes",
         "3",
         "--spares",
@@ -94,15 +76,13 @@ def test_three_hosts_survive_two_faults_in_one_run(
         parallel,
         limit_s=280.0,
     )
-    assert lines[-1] == YES, "\n".join(lines[-40:])
-    assert code == 0
 
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_a_host_with_two_workers_is_lost(parallel: str, tmp_path: Path) -> None:
-    code, lines = verify(
+    check_verified(
         "--nnodes",
         "2",
         "--nproc-per-node",
@@ -118,5 +98,3 @@ def test_a_host_with_two_workers_is_lost(parallel: str, tmp_path: Path) -> None:
         parallel,
         limit_s=280.0,
     )
-    assert lines[-1] == YES, "\n".join(lines[-40:])
-    assert code == 0
