@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from megatron.core import num_microbatches_calculator, parallel_state
@@ -30,6 +31,7 @@ class MegatronObjects:
         self.scheduler = scheduler
         self.internals: Internals = installed_internals()
         self.needs_gather = False  # restored: parameters of other shards are not there yet
+        _optimizers.update(self.parts)
 
     @property
     def parts(self) -> list[Any]:
@@ -55,6 +57,10 @@ class MegatronObjects:
         self.needs_gather = False
 
 
+_optimizers: WeakSet[Any] = WeakSet()
+"""Of builds that may be thrown away: see `forget_build`."""
+
+
 def is_ddp(chunk: object) -> bool:
     """Whether a model chunk is megatron-core's own DistributedDataParallel."""
     return type(chunk) is DistributedDataParallel
@@ -76,8 +82,19 @@ def replica_ranks(chunks: Sequence[Any]) -> tuple[int, ...]:
 
 
 def forget_build() -> None:
-    """Undo what a throw-away build leaves in megatron's globals, so that the script can build again."""
+    """Undo what a throw-away build leaves in megatron's globals, so that the script can build again.
+
+    Also lets go of the optimizers' shards. With 32-bit parameters a shard is a view with a history, the
+    history holds the model through the hooks of its gradients, and the model's configuration holds the
+    optimizer: a ring through C++ that the collector does not see.
+    """
+    for optimizer in list(_optimizers):
+        vars(optimizer).clear()
+    _optimizers.clear()
     parallel_state.destroy_model_parallel()
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, torch.distributed.ProcessGroup):  # destroy_model_parallel leaves some
+            setattr(parallel_state, name, None)
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     random.initialize_rng_tracker(force_reset=True)
 
