@@ -77,7 +77,7 @@ def aborting_at(place: str, drill: Drill) -> Iterator[None]:
         case "reduce-scatter":  # the second group's, while the first one's is in flight if it overlaps
             target = (groups[-1], "start_grad_sync")
         case "gradient norm":
-            target = (drill.objects.parts[0], "clip_grad_norm")
+            target = (drill.objects.parts[0], "get_grad_norm")
         case "gather in the optimizer step":
             target = (groups[-1], "start_param_sync")
         case "gather in the forward":

@@ -80,11 +80,11 @@ def test_a_spare_that_was_just_built_goes_on_where_the_snapshot_was_taken(
 
 PLACES = [
     pytest.param("forward", (), marks=pytest.mark.full),
-    pytest.param("forward", ("--overlap",)),
+    pytest.param("forward", ("--overlap",), marks=pytest.mark.full),
     pytest.param("reduce-scatter", (), marks=pytest.mark.full),
     pytest.param("reduce-scatter", ("--overlap",)),
-    pytest.param("gradient norm", ("--dtype", "bf16")),
-    pytest.param("gather in the optimizer step", ()),
+    pytest.param("gradient norm", ("--dtype", "bf16"), marks=pytest.mark.full),
+    pytest.param("gather in the optimizer step", (), marks=pytest.mark.full),
     pytest.param("gather in the forward", ("--overlap", "--dtype", "bf16")),
 ]
 
