@@ -77,7 +77,8 @@ class StepRunner(Generic[T]):
         self._calls += 1
         if self._calls <= session.step:
             return None
-        self._state.enter_loop()  # before the loader draws: on a spare, what building it drew is undone
+        self._open_loader()
+        self._state.enter_loop()  # on a spare, what building the script and the iterator drew is undone
         self._keep(session, args, kwargs)
         while True:
             try:
@@ -141,6 +142,10 @@ class StepRunner(Generic[T]):
         while self._kept and next(iter(self._kept)) <= min(oldest, session.worker.committed_step):
             self._kept.popitem(last=False)
 
+    def _open_loader(self) -> None:
+        if self._data is not None and self._batches is None:
+            self._batches = iter(self._data)
+
     def _batch(self) -> tuple[Any, ...]:
         """The step's first argument, if it has one."""
         if self._draw is not None:
@@ -148,8 +153,8 @@ class StepRunner(Generic[T]):
         return () if self._data is None else (self._next_batch(),)
 
     def _next_batch(self) -> Any:
-        if self._batches is None:
-            self._batches = iter(self._data)
+        self._open_loader()
+        assert self._batches is not None
         for _ in range(2):
             try:
                 return next(self._batches)
