@@ -19,15 +19,15 @@ POINTS = (
     "replication",
 )
 ALWAYS = {("in-optimizer", "ddp"), ("replication", "fsdp2")}
+CELLS = [
+    *((point, parallel) for point in POINTS for parallel in ("ddp", "fsdp2")),
+    ("collective=2", "fsdp2"),  # gradients are reduced, after parameters were gathered
+]
 
 
 @pytest.mark.parametrize(
     ("point", "parallel"),
-    [
-        pytest.param(point, parallel, marks=() if (point, parallel) in ALWAYS else pytest.mark.full)
-        for point in POINTS
-        for parallel in ("ddp", "fsdp2")
-    ],
+    [pytest.param(*cell, marks=() if cell in ALWAYS else pytest.mark.full) for cell in CELLS],
 )
 def test_a_host_lost_at_any_point_of_a_step_changes_no_bit(
     rig: Any, launch: Launch, point: str, parallel: str
@@ -39,7 +39,16 @@ def test_a_host_lost_at_any_point_of_a_step_changes_no_bit(
     rig.check_one_owner(job, world_size=3)
     rig.check_survivors(job, replaced={1}, world_size=3)
     (done,) = job.named("recovery.done")
-    assert done["lost_steps"] <= 1
+    # Step 7 itself, if all others finished it, and what a busy machine had not captured before.
+    assert done["rollback_step"] >= 4
+    check_agreement(job, done)
+
+
+def check_agreement(job: Any, done: dict[str, Any]) -> None:
+    """Every rank goes on from the same step."""
+    for rank in range(3):
+        again = [record["s"] for record in job.records(rank) if record["g"] == done["generation"]]
+        assert min(again) == done["rollback_step"] + 1, f"rank {rank}"
 
 
 @pytest.mark.full
@@ -51,5 +60,4 @@ def test_a_copy_that_arrived_in_part_is_never_offered(rig: Any, launch: Launch) 
     rig.check_trace(job, args, world_size=3)
     (done,) = job.named("recovery.done")
     assert done["source"] == "replica"
-    restored = {record["s"] for rank in range(3) for record in job.records(rank) if record["g"] == 2}
-    assert min(restored) == done["rollback_step"] + 1
+    check_agreement(job, done)
