@@ -29,3 +29,27 @@ def check_verified(*arguments: str, limit_s: float = 170.0) -> None:
     code, lines = verify(*arguments, limit_s=limit_s)
     assert lines[-1] == YES, "\n".join(lines[-60:])
     assert code == 0
+
+
+def check_script(
+    script: str,
+    folder: Path,
+    nnodes: int,
+    inject: str,
+    *options: str,
+    spares: int = 1,
+    limit_s: float = 150.0,
+) -> None:
+    """Fail unless `script` with faults is bit-identical to itself without.
+
+    Args:
+        script: with `options`, from the root of the tree.
+        folder: of the runs.
+        nnodes: active hosts.
+        inject: faults, separated by spaces.
+        spares: further hosts.
+        limit_s: what the two runs may take.
+    """
+    injections = [word for fault in inject.split() for word in ("--inject", fault)]
+    hosts = ["--nnodes", str(nnodes), "--spares", str(spares), "--run-dir", str(folder)]
+    check_verified(*hosts, *injections, script, *options, limit_s=limit_s)

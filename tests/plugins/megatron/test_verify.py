@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.verifying import check_verified
+from tests.verifying import check_script
 
 LIMIT_S = 150.0
 """What one verify of the example may take."""
@@ -14,19 +14,8 @@ LIMIT_S = 150.0
 
 def check_example(folder: Path, nnodes: int, inject: str, *options: str, spares: int = 1) -> None:
     """The example of 24 steps with faults, separated by spaces, is bit-identical to one without."""
-    injections = [word for fault in inject.split() for word in ("--inject", fault)]
-    check_verified(
-        "--nnodes",
-        str(nnodes),
-        "--spares",
-        str(spares),
-        "--run-dir",
-        str(folder),
-        *injections,
-        "examples/megatron_gpt.py",
-        *options,
-        limit_s=LIMIT_S,
-    )
+    script = "examples/megatron_gpt.py"
+    check_script(script, folder, nnodes, inject, *options, spares=spares, limit_s=LIMIT_S)
 
 
 @pytest.mark.timeout(LIMIT_S + 10)
