@@ -26,6 +26,12 @@ def test_the_smallest_example_learns_and_says_once_that_it_is_unprotected(tmp_pa
     assert done.stderr.count("UNPROTECTED") == 1
 
 
+def test_the_gpt_on_deepspeed_trains_in_one_process_and_needs_no_variables(tmp_path: Path) -> None:
+    done = run("deepspeed_gpt.py", "--stage", "3", "--steps", "4", cwd=tmp_path)
+    assert "step 4: loss" in done.stdout
+    assert done.stderr.count("UNPROTECTED") == 1
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_the_gpt_trains_and_draws_its_loss_in_one_process(parallel: str, tmp_path: Path) -> None:
     options = ("--steps", "3", "--grad-accum", "2", "--num-workers", "1", "--plot", "loss.png")
