@@ -14,7 +14,7 @@ from deadpool.runtime.once import OnceArea
 from deadpool.store.checksum import iterate_chunks
 from deadpool.store.fetch import fetch_once, fetch_replicated, fetch_unique
 from deadpool.store.host_memory import HostMemoryStore
-from deadpool.store.segment import Segment, SegmentKind
+from deadpool.store.segment import Segment, SegmentKind, SegmentLayout
 from deadpool.store.transport import Address, PeerRefused, Transport, TransportFailed
 
 ONCE_TIMEOUT_S = 10.0
@@ -109,6 +109,17 @@ class Fetcher:
             self._post(done, rank, None, why)
 
         self._start(work, f"fetch-once-{rank}")
+
+    def reserve(self, layout: SegmentLayout, failed: Callable[[str], None]) -> None:
+        """Make room for the state of a rank, whichever it will be; `failed(why)` comes on the main thread."""
+
+        def work() -> None:
+            try:
+                self._store.reserve(layout)
+            except SnapshotError as error:
+                self._post(failed, str(error))
+
+        self._start(work, "reserve")
 
     def busy_banks(self, rank: int) -> set[int]:
         """Banks of a rank that a fetch still writes, also one of an older generation."""

@@ -38,7 +38,7 @@ from deadpool.runtime.messages import (
     WorkerToAgent,
 )
 from deadpool.runtime.once import OnceArea
-from deadpool.runtime.once_areas import OnceAreas
+from deadpool.runtime.once_areas import OnceAreas, segment_layout
 from deadpool.runtime.parts import HostParts, first_name
 from deadpool.runtime.restoring import Restoring, restore_extra_s
 from deadpool.runtime.result import note_worker
@@ -94,6 +94,7 @@ class Host:
         self._areas = OnceAreas(member.id, parts, arrived=self._place_all)
         self._faults = FaultReports(member.id, parts)
         self._parked_losses = 0
+        self._reserved: set[int] = set()  # local ranks for whose state this spare has made room
 
     # ---- views ---------------------------------------------------------------------------------------
 
@@ -241,8 +242,8 @@ class Host:
         if once is None:
             self._areas.ask(rank, self.view)
             return
-        self._areas.segment_for(rank, once)
         self._assign(worker, rank, once)
+        self._areas.segment_for(rank, once)  # while the worker builds
         self._prepare(rank)
 
     def _rehearse(self, worker: Worker) -> None:
@@ -254,6 +255,12 @@ class Host:
             return
         worker.is_rehearsed = True
         self._assign(worker, rank, once, rehearse=True)
+        if rank not in self._reserved:
+            self._reserved.add(rank)
+            self._parts.fetcher.reserve(segment_layout(once), self._on_no_room)
+
+    def _on_no_room(self, why: str) -> None:
+        self._faults.report(FaultKind.SPARE_FAILED, (), f"no room for the state of a rank: {why}", 0)
 
     def _assign(self, worker: Worker, rank: int, once: bytes, rehearse: bool = False) -> None:
         view = self.view

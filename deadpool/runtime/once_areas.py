@@ -15,6 +15,8 @@ from deadpool.store.segment import Segment, SegmentLayout
 
 RETRY_S = 0.5
 ANSWER_S = 60.0  # every source is asked in turn, each with a deadline of its own
+ROOM_BYTES = 64 << 10
+"""Areas of two ranks differ by some bytes; in these steps their segments are alike."""
 
 
 class OnceAreas:
@@ -80,7 +82,7 @@ class OnceAreas:
         Ranks have equal layouts but for small differences, so one stands for all: this host makes
         segments for `n_ranks` own ranks, and holds as many for each replica that is kept.
         """
-        layout = _layout_of(area)
+        layout = segment_layout(area)
         replicas = self._parts.config.store.replication_factor
         try:
             report = check_memory(
@@ -100,7 +102,7 @@ class OnceAreas:
         segment = self._parts.store.own(rank)
         if segment is not None:
             return segment
-        segment = self._parts.store.create_own(rank, _layout_of(area))
+        segment = self._parts.store.create_own(rank, segment_layout(area))
         segment.write_once(area)
         return segment
 
@@ -123,10 +125,11 @@ class OnceAreas:
             return None  # said by the caller, and tried again
 
 
-def _layout_of(area: bytes) -> SegmentLayout:
+def segment_layout(area: bytes) -> SegmentLayout:
+    """Sizes of the segment of the rank that wrote `area`."""
     sizes = OnceArea.decode(area)
     return SegmentLayout(
-        once_bytes=len(area),
+        once_bytes=-(-len(area) // ROOM_BYTES) * ROOM_BYTES,
         blob_capacity=sizes.blob_capacity,
         unique_bytes=sizes.unique_bytes,
         replicated_bytes=sizes.replicated_bytes,

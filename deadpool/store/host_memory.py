@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 5.0
 """How long stopping waits for a thread to let go of a bank: it does so within one chunk."""
 
+RESERVE_TIMEOUT_S = 60.0
+"""How long a rank's segment waits for a reserved one: 240 GB at 4 GB/s."""
+
 _Key = tuple[SegmentKind, int]  # (own or held, rank)
 _NO_BANK = -1  # the write-once area only
 
@@ -158,6 +161,9 @@ class HostMemoryStore:
         self._accept_limit_bytes = accept_limit_bytes
         self._prefault = prefault
         self._segments: dict[_Key, Segment] = {}
+        self._reserved: list[Segment] = []  # of no rank yet
+        self._reserving = 0  # being made
+        self._is_closed = False
         self._promised_bytes = 0  # held segments being made
 
     # -- segments
@@ -174,9 +180,34 @@ class HostMemoryStore:
         """Make a fresh segment for a rank of this host; one that was there before is dropped."""
         key = (SegmentKind.OWN, rank)
         self._install(key, None)  # first, so that the memory is not needed twice
-        segment = Segment.create(f"deadpool-own-{rank}", layout, prefault=self._prefault)
+        segment = self._take_reserved(layout)
+        if segment is None:
+            segment = Segment.create(f"deadpool-own-{rank}", layout, prefault=self._prefault)
         self._install(key, segment)
         return segment
+
+    def reserve(self, layout: SegmentLayout) -> None:
+        """Make a segment before it is known which rank needs it; `create_own` takes it.
+
+        For a spare: touching every page of a large state takes seconds, which it has only while it waits.
+
+        Raises:
+            SnapshotError: the host has no memory for it.
+        """
+        with self.condition:
+            self._reserving += 1
+        segment = None
+        try:
+            segment = Segment.create("deadpool-reserved", layout, prefault=self._prefault)
+        finally:
+            with self.condition:
+                self._reserving -= 1
+                if segment is not None and not self._is_closed:
+                    self._reserved.append(segment)
+                    segment = None
+                self.condition.notify_all()
+        if segment is not None:  # closed meanwhile
+            segment.close()
 
     def create_held(self, rank: int, layout: SegmentLayout) -> Segment:
         """Make a segment for replicas of a rank; one that was there before is dropped.
@@ -204,7 +235,7 @@ class HostMemoryStore:
 
     def memory_bytes(self) -> int:
         with self.condition:
-            return sum(segment.size_bytes for segment in self._segments.values())
+            return sum(segment.size_bytes for segment in (*self._segments.values(), *self._reserved))
 
     # -- readers and writers
 
@@ -354,10 +385,15 @@ class HostMemoryStore:
         """Drop every segment: this host starts anew."""
         with self.condition:
             keys = list(self._segments)
+            reserved, self._reserved = self._reserved, []
+        for segment in reserved:
+            segment.close()
         for key in keys:
             self._install(key, None)
 
     def close(self) -> None:
+        with self.condition:
+            self._is_closed = True
         self.empty_all()
 
     # -- helpers
@@ -373,6 +409,21 @@ class HostMemoryStore:
             )
             left_bytes = min(left_bytes, self._accept_limit_bytes - held_bytes - self._promised_bytes)
         return max(0, left_bytes)
+
+    def _take_reserved(self, layout: SegmentLayout) -> Segment | None:
+        """A reserved segment that fits. If none does, one of them makes room for what is made instead."""
+        with self.condition:
+            # One that is being made will be there sooner than one that is begun now.
+            self.condition.wait_for(lambda: not self._reserving, RESERVE_TIMEOUT_S)
+            if not self._reserved:
+                return None
+            fitting = [segment for segment in self._reserved if segment.layout == layout]
+            segment = (fitting or self._reserved)[0]
+            self._reserved.remove(segment)
+        if fitting:
+            return segment
+        segment.close()
+        return None
 
     def _install(self, key: _Key, segment: Segment | None) -> None:
         self._stop(lambda lease: lease.key == key, STOP_TIMEOUT_S)

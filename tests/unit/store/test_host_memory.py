@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -235,3 +236,47 @@ def test_held_memory_stays_within_what_the_host_has(store: HostMemoryStore) -> N
     huge = SegmentLayout(once_bytes=0, blob_capacity=0, unique_bytes=1 << 46, replicated_bytes=0)
     with pytest.raises(SnapshotError, match="are left"):
         store.create_held(0, huge)
+
+
+def test_a_reserved_segment_becomes_that_of_the_rank_that_needs_one_like_it(store: HostMemoryStore) -> None:
+    store.reserve(LAYOUT)
+    reserved_bytes = store.memory_bytes()
+
+    own = store.create_own(7, LAYOUT)
+    capture(own, 0, name(3))
+
+    assert store.memory_bytes() == reserved_bytes == own.size_bytes, "no other memory was taken"
+    assert store.inventory(verify=False).copies == (RankCopies(rank=7, own=(name(3),)),)
+
+
+def test_a_reserved_segment_of_another_size_makes_room_for_the_one_that_is_needed(
+    store: HostMemoryStore,
+) -> None:
+    store.reserve(LAYOUT)
+    larger = SegmentLayout(once_bytes=0, blob_capacity=100, unique_bytes=9000, replicated_bytes=100)
+
+    own = store.create_own(0, larger)
+
+    assert own.layout == larger
+    assert store.memory_bytes() == own.size_bytes
+
+
+def test_a_rank_waits_for_the_segment_that_is_being_reserved() -> None:
+    large = SegmentLayout(once_bytes=0, blob_capacity=100, unique_bytes=100 << 20, replicated_bytes=0)
+    store = HostMemoryStore("h0-1")
+    spare = threading.Thread(target=store.reserve, args=(large,))
+    spare.start()
+    while spare.is_alive() and "deadpool-reserved" not in Path("/proc/self/maps").read_text():
+        threading.Event().wait(0.001)  # its pages are being touched as soon as it is mapped
+
+    own = store.create_own(0, large)
+    spare.join(30)
+
+    assert store.memory_bytes() == own.size_bytes, "the reserved one was taken, not another one made"
+    store.close()
+
+
+def test_what_is_reserved_goes_when_the_host_starts_anew(store: HostMemoryStore) -> None:
+    store.reserve(LAYOUT)
+    store.empty_all()
+    assert store.memory_bytes() == 0
