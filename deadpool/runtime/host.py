@@ -175,6 +175,8 @@ class Host:
             self.slot = slot
         elif me not in view.leaving:
             return  # a spare
+        if me in view.slots:
+            workforce.replace_lost()
         workforce.abort(view.generation, view.reason, is_leaving=me in view.leaving)
         self._check_quiet()
         self._place_all()
@@ -195,6 +197,7 @@ class Host:
         if me not in view.slots or view.rollback is None:
             return
         self.slot = view.slots.index(me)
+        self._parts.workforce.replace_lost()
         if self._generation.restoring is None:
             self._generation.restoring = Restoring(
                 me, view, self._parts, self._areas, self._faults, self._callbacks.members
@@ -461,7 +464,7 @@ class Host:
         self._faults.report(FaultKind.DEVICE, (worker.rank,), text, worker.finished_now() + 1)
 
     def on_lost(self, worker: Worker, cause: str) -> None:
-        """A worker is gone. Its copies stay; a fresh one starts in its place."""
+        """A worker is gone. Its copies stay; a fresh one starts once a View says that the slot stays here."""
         view, generation = self.view, self._generation
         local_rank = worker.handle.local_rank
         self._parts.log.emit("worker.exited", rank=worker.rank, pid=worker.handle.pid, how=cause)
@@ -472,8 +475,8 @@ class Host:
                 return
             self._parts.workforce.replace(local_rank)
             return
-        self._parts.workforce.replace(local_rank)
         if view is None:
+            self._parts.workforce.replace(local_rank)
             return
         if view.phase is Phase.ABORTING and not generation.abort_acked:
             self._check_quiet()  # "rank r lost, copies kept": said in the ack

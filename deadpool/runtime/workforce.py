@@ -140,8 +140,7 @@ class Workforce:
         """Fresh processes for every worker that has run anything (FORMING again, or fenced)."""
         for index, worker in enumerate(self.workers):
             if worker.state not in (WorkerState.STARTING, WorkerState.PARKED):
-                self._kill_now(worker)
-                self.workers[index] = self._spawn(index)
+                self.replace(index)
 
     def replace(self, local_rank: int) -> Worker:
         """A fresh worker in the place of a lost one."""
@@ -150,6 +149,12 @@ class Workforce:
             self._kill_now(old)
         self.workers[local_rank] = self._spawn(local_rank)
         return self.workers[local_rank]
+
+    def replace_lost(self) -> None:
+        """A fresh worker in the place of each lost one."""
+        for worker in list(self.workers):
+            if worker.state is WorkerState.GONE:
+                self.replace(worker.handle.local_rank)
 
     def stop_all(self, timeout_s: float) -> None:
         """Kill and reap everything, within the bound."""
