@@ -186,7 +186,7 @@ class TrainingSession:
             once = state.settle_layout(record, self.world_size, self._assignment.local_world_size).encode()
         self.worker.send(Attach(generation=self.generation, once=once))
         reply = self._next_of(SegmentReply)
-        self._segment = Segment.attach(self.worker.channel.take_fd())
+        self._segment = Segment.attach(self.worker.channel.take_fd(), prefault=not self.is_promoted)
         state.bind(
             self._segment,
             on_captured=self._on_captured,
@@ -348,12 +348,12 @@ class TrainingSession:
                 return
 
     def _unwind(self, abort: Abort) -> None:
-        """Captures drained, garbage of the aborted step gone, then: this worker is quiet."""
+        """Captures drained: this worker is quiet. Then the garbage of the aborted step goes."""
         assert self._state is not None
-        gc.collect()  # tracebacks and autograd graphs hold works of the old communicators
         self._state.drain()
         self.worker.restart_boundaries(self.step)
         self.worker.send(Unwound(generation=abort.generation, finished_step=self.step))
+        gc.collect()  # tracebacks and graphs hold works of the old communicators; others decide meanwhile
 
     def _restore(self, message: Restore) -> None:
         assert self._state is not None
