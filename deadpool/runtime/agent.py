@@ -467,7 +467,8 @@ class Agent:
     def _on_replaced(self, why: str) -> None:
         if self.ending.view is None:
             self.log.emit("member.fenced", generation=self._generation(), reason=why)
-            raise Replaced(why)
+            view = self.host.view
+            raise Replaced(why, is_awaited=view is not None and "" in view.slots)
 
     def _on_parked(self, worker: Worker) -> None:
         self.log.emit("worker.ready", pid=worker.handle.pid, seconds=self.workforce.ready_s)

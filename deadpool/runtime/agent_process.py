@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -14,6 +15,11 @@ from deadpool.errors import ConfigError, DeadPoolError, ExitCode, Fenced, StoreU
 from deadpool.liveness.health import check_health
 from deadpool.runtime.agent import Agent
 from deadpool.runtime.ending import Replaced
+
+REJOIN_DELAY_S = 1.0
+"""A replaced host comes back after this, unless a slot is vacant. Its fresh workers load torch for seconds of
+CPU, which the first steps after a recovery lack where hosts share a machine (2 cores: 1.6 times as long).
+"""
 
 
 def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str = "") -> int:
@@ -51,9 +57,11 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
             agent.ending.signal = received[-1]
         try:
             return agent.run()
-        except Replaced:
+        except Replaced as error:
             # The wish for a slot is for the first start only.
             config = replace(config, run=replace(config.run, node_rank=None))
+            if not error.is_awaited:
+                threading.Event().wait(REJOIN_DELAY_S)
         except Fenced as error:
             return _complain((str(error),), ExitCode.REPLACED)
         except ConfigError as error:

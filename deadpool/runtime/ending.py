@@ -28,7 +28,15 @@ class AgentEnd(Exception):
 
 
 class Replaced(Exception):
-    """This incarnation was replaced; its host may come back as a new one."""
+    """This incarnation was replaced; its host may come back as a new one.
+
+    Attributes:
+        is_awaited: a slot is vacant: the job waits for a host.
+    """
+
+    def __init__(self, why: str, *, is_awaited: bool) -> None:
+        super().__init__(why)
+        self.is_awaited = is_awaited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from deadpool.runtime.agent_process import REJOIN_DELAY_S
+
 Launch = Callable[..., Any]
 
 
@@ -51,3 +53,19 @@ def test_the_same_error_of_the_user_twice_ends_the_job_with_its_traceback(launch
     assert "ValueError: a bug of the user at step 6" in job.output
     assert "[rank 1]" in job.output
     assert len(job.named("recovery.done")) == 1
+
+
+@pytest.mark.full
+def test_the_host_of_a_killed_worker_comes_back_when_the_first_steps_are_done(launch: Launch) -> None:
+    job = launch(("--steps", "1000"), nnodes=2, spares=1, options=("--inject", "sigkill:rank=1@step=6"))
+    fenced = job.wait_for(lambda event: event["event"] == "member.fenced", "fenced host")
+    host = fenced["member"].split("-")[0]
+
+    def is_back(event: dict[str, Any]) -> bool:
+        is_other = event["member"] != fenced["member"] and event["member"].startswith(f"{host}-")
+        return bool(is_other and event["event"] == "worker.ready")
+
+    ready = job.wait_for(is_back, f"new member of {host}")
+    started_s = ready["monotonic_s"] - ready["seconds"]
+    assert started_s >= fenced["monotonic_s"] + REJOIN_DELAY_S
+    job.wait_for(lambda event: event["event"] == "recovery.phase" and event["phase"] == "first_step", "step")
