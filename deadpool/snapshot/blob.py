@@ -74,7 +74,7 @@ def build_blob(
             }
             for item in state.ddp
         },
-        "fsdp": {name: fsdp.read_flags(root) for name, root in state.fsdp},
+        "fsdp": {name: fsdp.read_flags(states) for name, states in state.fsdp},
         "adapters": {name: dict(adapter.read()) for name, adapter in state.adapters},
         "training": {
             name: bytes(module.training for module in model.modules()) for name, model in state.models
@@ -122,8 +122,8 @@ def why_not_now(state: TrainingState, *, has_stepped: bool) -> str | None:
     for item in state.ddp:
         if not item.is_settled:
             return f"{item.name}: DDP rebuilds its buckets in the next forward"
-    for name, root in state.fsdp:
-        if fsdp.has_unreduced_gradients(root):
+    for name, states in state.fsdp:
+        if fsdp.has_unreduced_gradients(states):
             return f"{name}: gradients that are not reduced yet are carried over the boundary"
     for table in state.derived:
         if not table.is_unchanged:

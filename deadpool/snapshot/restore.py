@@ -27,8 +27,8 @@ def reset_after_abort(state: TrainingState) -> None:
     """
     for item in state.ddp:
         item.reset()
-    for _, root in state.fsdp:
-        fsdp.reset_after_abort(root)
+    for _, states in state.fsdp:
+        fsdp.reset_after_abort(states)
     for _, adapter in state.adapters:
         adapter.reset()
 
@@ -95,8 +95,8 @@ def restore_blob(state: TrainingState, blob: Blob, *, serve: Serve) -> None:
         module.set_extra_state(parts["extra_state"][name])
     _restore_modes(state, parts["training"])
     _drop_gradients(state, parts["has_gradient"])
-    for name, root in state.fsdp:
-        fsdp.restore_flags(root, parts["fsdp"][name])
+    for name, states in state.fsdp:
+        fsdp.restore_flags(states, parts["fsdp"][name])
     for item in state.ddp:
         part = parts["ddp"][item.name]
         item.ddp.require_backward_grad_sync = part["syncs_backward"]

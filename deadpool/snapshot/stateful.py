@@ -58,7 +58,7 @@ class TrainingState:
     objects: tuple[tuple[str, Stateful | torch.Generator], ...]
     extra_state: tuple[tuple[str, nn.Module], ...]  # modules that define get_extra_state
     ddp: tuple[DdpBuckets, ...]
-    fsdp: tuple[tuple[str, nn.Module], ...]  # root FSDP2 modules
+    fsdp: tuple[tuple[str, tuple[Any, ...]], ...]  # root FSDP2 modules: the states at and below each
     adapters: tuple[tuple[str, StateAdapter], ...]  # of frameworks with state classes of their own
 
 
@@ -167,7 +167,7 @@ class _Collector:
         self._objects: list[tuple[str, Stateful | torch.Generator]] = []
         self._extra_state: list[tuple[str, nn.Module]] = []
         self._ddp: list[DdpBuckets] = []
-        self._fsdp: list[tuple[str, nn.Module]] = []
+        self._fsdp: list[tuple[str, tuple[Any, ...]]] = []
         self._adapters: list[tuple[str, StateAdapter]] = []
         self._adapted_optimizers: list[tuple[str, torch.optim.Optimizer]] = []
 
@@ -247,8 +247,9 @@ class _Collector:
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 self._add_extra_state(path, module)
         for name, module in fsdp.find_roots(model):
-            fsdp.settle_shards(module)
-            self._fsdp.append((f"{key}.{name}" if name else key, module))
+            states = fsdp.find_states(module)
+            fsdp.settle_shards(states)
+            self._fsdp.append((f"{key}.{name}" if name else key, states))
         for name, param in model.named_parameters():
             self._add_param(f"{key}.{name}", param)
         self._add_buffers(key, model)

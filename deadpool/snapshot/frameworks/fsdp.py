@@ -6,7 +6,7 @@ that were accumulated before reduction, and older versions lack it. This reset w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -28,22 +28,36 @@ def find_roots(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return roots
 
 
-def settle_shards(root: nn.Module) -> None:
+def find_states(root: nn.Module) -> tuple[Any, ...]:
+    """All FSDP states at and below a root, each once (one state may serve several modules).
+
+    Looked for once, at wrap: walking over all modules costs more than reading their switches.
+    """
+    states = {
+        id(state): state
+        for module in root.modules()
+        if isinstance(module, FSDPModule)
+        for state in [module._get_fsdp_state()]
+    }
+    return tuple(states.values())
+
+
+def settle_shards(states: Sequence[Any]) -> None:
     """Let every sharded parameter take its final storage now.
 
     The first forward does it otherwise (after `load_state_dict` or `to`, it pads and re-saves the shards),
     and would move the tensors that a capture reads.
     """
-    for state in _states(root):
+    for state in states:
         for group in _groups(state):
             group._to_sharded()
             for param in group.fsdp_params:
                 param.reset_sharded_param()
 
 
-def reset_after_abort(root: nn.Module) -> None:
-    """Bring a root module and all below it back to where a step begins."""
-    for state in _states(root):
+def reset_after_abort(states: Sequence[Any]) -> None:
+    """Bring the states back to where a step begins."""
+    for state in states:
         state._training_state = type(state._training_state).IDLE
         if hasattr(state, "_modules_to_run_forward"):
             state._modules_to_run_forward.clear()
@@ -56,28 +70,26 @@ def reset_after_abort(root: nn.Module) -> None:
             _reset_group(group)
 
 
-def read_flags(root: nn.Module) -> Flags:
+def read_flags(states: Sequence[Any]) -> Flags:
     """The accumulation switches of all groups, and whether this backward is the last of its step."""
-    flags = [
-        [getattr(group, name) for name in _GROUP_FLAGS] for state in _states(root) for group in _groups(state)
-    ]
-    return [[state._state_ctx.is_last_backward for state in _states(root)], *flags]
+    flags = [[getattr(group, name) for name in _GROUP_FLAGS] for state in states for group in _groups(state)]
+    return [[state._state_ctx.is_last_backward for state in states], *flags]
 
 
-def restore_flags(root: nn.Module, flags: Flags) -> None:
+def restore_flags(states: Sequence[Any], flags: Flags) -> None:
     """Set what `read_flags` returned: an abort may have left the switches of a micro-batch behind."""
     last, *of_groups = flags
-    for state, is_last in zip(_states(root), last, strict=True):
+    for state, is_last in zip(states, last, strict=True):
         state._state_ctx.is_last_backward = is_last
-    groups = [group for state in _states(root) for group in _groups(state)]
+    groups = [group for state in states for group in _groups(state)]
     for group, values in zip(groups, of_groups, strict=True):
         for name, value in zip(_GROUP_FLAGS, values, strict=True):
             setattr(group, name, value)
 
 
-def has_unreduced_gradients(root: nn.Module) -> bool:
+def has_unreduced_gradients(states: Sequence[Any]) -> bool:
     """Whether gradients are accumulated in a form that only FSDP2 itself holds."""
-    for state in _states(root):
+    for state in states:
         for group in _groups(state):
             for param in group.fsdp_params:
                 unsharded = getattr(param, "_unsharded_param", None)
@@ -124,17 +136,6 @@ def _reset_group(group: Any) -> None:
         param._sharded_post_forward_param_data = None
         param.to_sharded()
     group._sharded_state = group.fsdp_params[0].sharded_state if group.fsdp_params else group._sharded_state
-
-
-def _states(root: nn.Module) -> Iterator[Any]:
-    """All FSDP states below a root, each once (one state may serve several modules)."""
-    seen: set[int] = set()
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            if id(state) not in seen:
-                seen.add(id(state))
-                yield state
 
 
 def _groups(state: Any) -> list[Any]:

@@ -154,7 +154,7 @@ def abort_at_every_collective(rank: int, case: Case) -> dict[str, Any]:
     with injector.installed(), keeping(collect({"model": model, "optimizer": optimizer})) as keeper:
         for step in (1, 2):
             run_step(case, model, optimizer, step)
-        flags = [fsdp.read_flags(root) for _, root in keeper.state.fsdp]
+        flags = [fsdp.read_flags(states) for _, states in keeper.state.fsdp]
         blob = keeper.take(step=2)
         injector.arm(None)
         expected = [run_step(case, model, optimizer, 3), digest(keeper.state)]
@@ -167,7 +167,7 @@ def abort_at_every_collective(rank: int, case: Case) -> dict[str, Any]:
                 run_step(case, model, optimizer, 3)
             injector.arm(None)
             keeper.go_back(blob)
-            is_reset = flags == [fsdp.read_flags(root) for _, root in keeper.state.fsdp]
+            is_reset = flags == [fsdp.read_flags(states) for _, states in keeper.state.fsdp]
             again = [run_step(case, model, optimizer, 3), digest(keeper.state)]
             if again != expected or injector.calls != calls or not is_reset:
                 differing.append(fail_at)
