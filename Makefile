@@ -11,12 +11,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard deadpool/communicator/csrc/*)
 
-.PHONY: help setup demo test test-full lint format clean
+.PHONY: help setup demo test test-full bench bench-peers lint format clean
 
 help:
 	@echo 'make demo       train under host losses and compare with an undisturbed run, bit for bit'
 	@echo 'make test       lint and the tests, without the long cases'
 	@echo 'make test-full  the long cases'
+	@echo 'make bench      training with DeadPool beside the same training without it; a few minutes'
+	@echo 'make bench-peers  other libraries on the same workload; downloads about 1 GB'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     ruff format'
 	@echo 'make clean      remove what was built here, .venv included'
@@ -44,6 +46,13 @@ test: lint
 
 test-full: setup
 	$(BIN)/python -m pytest -m full $(PYTEST_ARGS)
+
+bench: setup
+	benchmarks/run.sh
+
+bench-peers: setup
+	benchmarks/peers/setup.sh
+	benchmarks/run.sh peers
 
 lint: setup
 	$(BIN)/ruff check .
