@@ -17,8 +17,25 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
-from deadpool.communicator.rendezvous_wire import Op, Reply, Request, Status, encode_frame, take_requests
+from deadpool.communicator.rendezvous_wire import (
+    MAX_FRAME_BYTES,
+    Op,
+    Reply,
+    Request,
+    Status,
+    encode_frame,
+    take_requests,
+)
+from deadpool.ports import (
+    ACCEPT_PAUSE_S,
+    HELLO_FRAME_BYTES,
+    HELLO_TIMEOUT_S,
+    MAX_STRANGERS,
+    StrangerLog,
+    listen,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +48,8 @@ _RECV_BYTES = 1 << 16
 @dataclass(slots=True, eq=False)
 class _Connection:
     sock: socket.socket
+    peer: str
+    greet_by_s: float
     greeted: bool = False
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
@@ -56,6 +75,9 @@ class RendezvousServer:
         self._generation = 0
         self._data: dict[int, dict[str, bytes]] = {}
         self._parked: list[_Parked] = []
+        self._strangers: dict[_Connection, None] = {}  # not greeted yet, the oldest first
+        self._stranger_log = StrangerLog("rendezvous")
+        self._accept_again_s = 0.0  # 0: accepting
         self._commands: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
@@ -64,7 +86,7 @@ class RendezvousServer:
 
     def start(self) -> int:
         """Listen and serve; returns the port."""
-        listener = socket.create_server((self._host, self._port), backlog=_BACKLOG)
+        listener = listen(self._host, self._port, backlog=_BACKLOG)
         listener.setblocking(False)
         self._wake_receiver.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
@@ -113,6 +135,7 @@ class RendezvousServer:
                         self._exchange(key.data, events)
                 self._expire()
         finally:
+            self._listener.close()  # it may be out of the selector: see `_accept`
             for key in list(self._selector.get_map().values()):
                 if isinstance(key.fileobj, socket.socket):
                     key.fileobj.close()
@@ -120,18 +143,32 @@ class RendezvousServer:
             self._selector.close()
 
     def _poll_s(self) -> float:
-        soonest = min((parked.deadline_s for parked in self._parked), default=time.monotonic() + _MAX_POLL_S)
+        times_s = [parked.deadline_s for parked in self._parked]
+        times_s += [stranger.greet_by_s for stranger in islice(self._strangers, 1)]
+        times_s += [self._accept_again_s] if self._accept_again_s else []
+        soonest = min(times_s, default=time.monotonic() + _MAX_POLL_S)
         return min(_MAX_POLL_S, max(0.0, soonest - time.monotonic()))
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, address = self._listener.accept()
         except OSError as error:
-            logger.warning("cannot accept a rendezvous connection: %s", error)
+            # Out of descriptors, or the peer is gone already. The listener stays readable: without a pause
+            # this thread would do nothing else.
+            logger.warning("rendezvous port: cannot accept: %s", error)
+            self._selector.unregister(self._listener)
+            self._accept_again_s = time.monotonic() + ACCEPT_PAUSE_S
+            return
+        peer = f"{address[0]}:{address[1]}"
+        if len(self._strangers) >= MAX_STRANGERS:
+            sock.close()
+            self._stranger_log.turned_away(peer, f"{MAX_STRANGERS} others have not said who they are")
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._selector.register(sock, selectors.EVENT_READ, _Connection(sock))
+        connection = _Connection(sock, peer, time.monotonic() + HELLO_TIMEOUT_S)
+        self._strangers[connection] = None
+        self._selector.register(sock, selectors.EVENT_READ, connection)
 
     def _obey(self) -> None:
         self._wake_receiver.recv(_RECV_BYTES)
@@ -155,16 +192,24 @@ class RendezvousServer:
             if events & selectors.EVENT_READ:
                 chunk = connection.sock.recv(_RECV_BYTES)
                 if not chunk:
-                    self._drop(connection)
+                    self._turn_away(connection, "it closed without a word")
                     return
                 connection.received += chunk
-                for request in take_requests(connection.received):
+                limit = MAX_FRAME_BYTES if connection.greeted else HELLO_FRAME_BYTES
+                for request in take_requests(connection.received, limit):
                     self._answer(connection, request)
         except (OSError, ValueError) as error:
-            logger.debug("a rendezvous connection ended: %s", error)
-            self._drop(connection)
+            self._turn_away(connection, str(error))
+
+    def _turn_away(self, connection: _Connection, why: str) -> None:
+        if connection.greeted:
+            logger.debug("a rendezvous connection ended: %s", why)
+        else:
+            self._stranger_log.turned_away(connection.peer, why)
+        self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
+        self._strangers.pop(connection, None)
         self._parked = [parked for parked in self._parked if parked.connection is not connection]
         if connection.sock.fileno() >= 0:
             self._selector.unregister(connection.sock)
@@ -174,8 +219,9 @@ class RendezvousServer:
         if not connection.greeted:
             known = request.op is Op.HELLO and len(request.keys) == 1
             if not known or not hmac.compare_digest(request.keys[0].encode(), self._token.encode()):
-                raise ValueError("a client without this job's token")
+                raise ValueError("it does not show this job's token")
             connection.greeted = True
+            self._strangers.pop(connection, None)
         if request.generation < self._generation:
             self._reply(connection, self._stale())
             return
@@ -203,6 +249,11 @@ class RendezvousServer:
 
     def _expire(self) -> None:
         now_s = time.monotonic()
+        if self._accept_again_s and self._accept_again_s <= now_s:
+            self._accept_again_s = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        for stranger in [each for each in self._strangers if each.greet_by_s <= now_s]:
+            self._turn_away(stranger, f"it said nothing that makes sense for {HELLO_TIMEOUT_S:g} s")
         for parked in [parked for parked in self._parked if parked.deadline_s <= now_s]:
             self._parked.remove(parked)
             self._reply(parked.connection, Reply(status=Status.TIMEOUT, keys=sorted(parked.missing)))

@@ -73,28 +73,32 @@ def encode_frame(message: Request | Reply) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def frame_bytes(buffer: bytearray) -> int | None:
+def frame_bytes(buffer: bytearray, limit_bytes: int = MAX_FRAME_BYTES) -> int | None:
     """Length of the body of the frame that begins `buffer`; None while the length itself is incomplete.
 
     Raises:
-        ValueError: the frame is larger than MAX_FRAME_BYTES.
+        ValueError: the frame is larger than the limit.
     """
     if len(buffer) < _LENGTH.size:
         return None
     length: int = _LENGTH.unpack_from(buffer)[0]
-    if length > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {length} bytes is larger than {MAX_FRAME_BYTES}")
+    if length > limit_bytes:
+        raise ValueError(f"a frame of {length} bytes is larger than {limit_bytes}")
     return length
 
 
-def take_requests(buffer: bytearray) -> list[Request]:
+def take_requests(buffer: bytearray, limit_bytes: int = MAX_FRAME_BYTES) -> list[Request]:
     """Remove all complete requests from the front of `buffer`.
+
+    Args:
+        buffer: what has been received and not been taken.
+        limit_bytes: the largest frame that is accepted now.
 
     Raises:
         ValueError: the bytes are no requests (msgspec's errors are ValueErrors).
     """
     found = []
-    while (length := frame_bytes(buffer)) is not None and len(buffer) >= _LENGTH.size + length:
+    while (length := frame_bytes(buffer, limit_bytes)) is not None and len(buffer) >= _LENGTH.size + length:
         found.append(_requests.decode(bytes(buffer[_LENGTH.size : _LENGTH.size + length])))
         del buffer[: _LENGTH.size + length]
     return found

@@ -8,21 +8,32 @@ says itself that the agent is gone, which needs no second observer.
 from __future__ import annotations
 
 import errno
+import hmac
+import logging
 import queue
 import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from deadpool.core.types import Member, MemberId
+from deadpool.ports import (
+    ACCEPT_PAUSE_S,
+    HELLO_FRAME_BYTES,
+    HELLO_TIMEOUT_S,
+    MAX_STRANGERS,
+    StrangerLog,
+    listen,
+)
 from deadpool.runtime.ipc import CONTROL_FRAME_BYTES, Channel, ChannelClosed
 from deadpool.runtime.messages import Control, Heartbeat, Hello, StatusReply, StatusRequest
 
+logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 1.0
 SEND_TIMEOUT_S = 2.0
-HELLO_TIMEOUT_S = 2.0
 QUEUE_LIMIT = 4096  # messages waiting for one peer; more are dropped, senders repeat what matters
 JOIN_TIMEOUT_S = 3.0
 
@@ -130,13 +141,15 @@ class ControlPlane:
         self._links: dict[tuple[MemberId, str], _Link] = {}
         self._peers: dict[MemberId, Member] = {}
         self._inbound: set[Channel[Control]] = set()
+        self._strangers: set[Channel[Control]] = set()  # those of them that have not said who they are
+        self._stranger_log = StrangerLog("control")
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._closing = False
 
     def start(self) -> int:
         """Listen; returns the port."""
-        self._listener = socket.create_server((self._address, 0), backlog=256)
+        self._listener = listen(self._address, backlog=256)
         self._acceptor = threading.Thread(target=self._accept, name="control-accept", daemon=True)
         self._acceptor.start()
         port: int = self._listener.getsockname()[1]
@@ -203,33 +216,38 @@ class ControlPlane:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        while not self._closing:
+        while True:
             try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._serve, args=(sock,), name="control-in", daemon=True).start()
+                sock, address = self._listener.accept()
+            except OSError as error:
+                if self._closing:
+                    return
+                # Out of descriptors, or the peer is gone already: the port goes on serving.
+                logger.warning("control port: cannot accept: %s", error)
+                threading.Event().wait(ACCEPT_PAUSE_S)
+                continue
+            peer = f"{address[0]}:{address[1]}"
+            channel: Channel[Control] = Channel(sock, Control, CONTROL_FRAME_BYTES)
+            if not self._take_in(channel):
+                channel.close()
+                self._turned_away(peer, f"{MAX_STRANGERS} others have not said who they are")
+                continue
+            serve = partial(self._serve, channel, peer)
+            threading.Thread(target=serve, name="control-in", daemon=True).start()
 
-    def _serve(self, sock: socket.socket) -> None:
-        sock.settimeout(HELLO_TIMEOUT_S)
-        channel: Channel[Control] = Channel(sock, Control, CONTROL_FRAME_BYTES)
-        member = ""
+    def _take_in(self, channel: Channel[Control]) -> bool:
         with self._lock:
-            if not self._closing:
+            is_taken = len(self._strangers) < MAX_STRANGERS and not self._closing
+            if is_taken:
                 self._inbound.add(channel)
-        if self._closing:
-            channel.close()
-            return
+                self._strangers.add(channel)
+        return is_taken
+
+    def _serve(self, channel: Channel[Control], peer: str) -> None:
+        member = ""
         try:
-            first = channel.receive()
-            if isinstance(first, StatusRequest) and first.token == self._token:
-                channel.send(StatusReply(body=self.callbacks.status()))
-                return
-            if not isinstance(first, Hello) or first.token != self._token:
-                return
-            member = first.member
-            channel.settimeout(None)
-            while True:
+            member = self._greet(channel, peer)
+            while member:
                 message = channel.receive()
                 if not isinstance(message, Hello):
                     self.callbacks.message(member, message)
@@ -238,6 +256,32 @@ class ControlPlane:
         finally:
             with self._lock:
                 self._inbound.discard(channel)
+                self._strangers.discard(channel)
             channel.close()
             if member and not self._closing:
                 self.probe(member)
+
+    def _greet(self, channel: Channel[Control], peer: str) -> MemberId:
+        """Learn who has connected; "" for whoever is not to be listened to any longer."""
+        why = "it does not show this job's token"
+        try:
+            first = channel.receive_first(HELLO_FRAME_BYTES, HELLO_TIMEOUT_S)
+        except (ChannelClosed, OSError, msgspec.MsgspecError) as error:
+            first, why = None, str(error)
+        match first:
+            case StatusRequest() if self._is_ours(first.token):
+                channel.send(StatusReply(body=self.callbacks.status()))
+                return ""
+            case Hello() if self._is_ours(first.token):
+                with self._lock:
+                    self._strangers.discard(channel)
+                return first.member
+        self._turned_away(peer, why)
+        return ""
+
+    def _turned_away(self, peer: str, why: str) -> None:
+        if not self._closing:  # at the end everybody is hung up on
+            self._stranger_log.turned_away(peer, why)
+
+    def _is_ours(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(), self._token.encode())

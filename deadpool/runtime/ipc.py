@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +18,8 @@ import msgspec
 _LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 << 20  # a constructor record is the largest message; measured: 264 KB (ZeRO-3)
 CONTROL_FRAME_BYTES = 4 << 20  # control messages from the network are small
+
+_SHORTEST_WAIT_S = 0.001  # zero would mean not to wait at all, which is another error
 
 T = TypeVar("T")
 
@@ -58,10 +61,24 @@ class Channel(Generic[T]):
 
     def receive(self) -> T:
         """Block for the next message. Raises ChannelClosed at the end, msgspec.DecodeError on garbage."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        if length > self._max_frame_bytes:
-            raise ChannelClosed(f"frame of {length} bytes is longer than {self._max_frame_bytes}")
-        body = self._read(length)
+        return self._receive(self._max_frame_bytes, None)
+
+    def receive_first(self, max_frame_bytes: int, timeout_s: float) -> T:
+        """The first message of somebody unknown: short, and all of it in time. Afterwards nothing is limited.
+
+        Raises:
+            ChannelClosed: it was longer, came late, or did not come at all.
+            msgspec.DecodeError: it is no message.
+        """
+        message = self._receive(max_frame_bytes, time.monotonic() + timeout_s)
+        self._sock.settimeout(None)
+        return message
+
+    def _receive(self, max_frame_bytes: int, deadline_s: float | None) -> T:
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline_s))
+        if length > max_frame_bytes:
+            raise ChannelClosed(f"frame of {length} bytes is longer than {max_frame_bytes}")
+        body = self._read(length, deadline_s)
         try:
             return self._decoder.decode(body)
         except RecursionError as error:
@@ -85,10 +102,12 @@ class Channel(Generic[T]):
     def settimeout(self, seconds: float | None) -> None:
         self._sock.settimeout(seconds)
 
-    def _read(self, length: int) -> bytes:
+    def _read(self, length: int, deadline_s: float | None) -> bytes:
         parts: list[bytes] = []
         while length:
             try:
+                if deadline_s is not None:
+                    self._sock.settimeout(max(_SHORTEST_WAIT_S, deadline_s - time.monotonic()))
                 if self._sock.family == socket.AF_UNIX:
                     data, fds, _, _ = socket.recv_fds(self._sock, min(length, 1 << 20), 4)
                     self._fds += fds

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from deadpool.errors import SnapshotError
+from deadpool.ports import ACCEPT_PAUSE_S, HELLO_TIMEOUT_S, StrangerLog, listen
 from deadpool.store import wire
 from deadpool.store.tcp_connection import (
     FRAME_TIMEOUT_S,
@@ -72,6 +73,7 @@ class TcpTransport(Transport):
         self._is_closed = False
         self._idle: dict[tuple[Address, Lane], list[Connection]] = {}
         self._open: set[Connection] = set()
+        self._stranger_log = StrangerLog("data")
         self._listener: socket.socket | None = None
         self._accepting: threading.Thread | None = None
         self._threads: set[threading.Thread] = set()
@@ -118,8 +120,7 @@ class TcpTransport(Transport):
         return info
 
     def serve(self, endpoint: Endpoint) -> Address:
-        family = socket.AF_INET6 if ":" in self._bind_host else socket.AF_INET
-        listener = socket.create_server((self._bind_host, 0), family=family, backlog=128)
+        listener = listen(self._bind_host, backlog=128)
         self._listener = listener
         self._accepting = self._start_thread("deadpool-data-accept", lambda: self._accept(listener, endpoint))
         host, port = listener.getsockname()[:2]
@@ -233,12 +234,12 @@ class TcpTransport(Transport):
                     return
                 # Out of descriptors, or the peer is gone already: the port goes on serving.
                 logger.warning("data port: cannot accept: %s", error)
-                threading.Event().wait(0.1)
+                threading.Event().wait(ACCEPT_PAUSE_S)
                 continue
             with self._lock:
                 is_full = len(self._open) >= MAX_CONNECTIONS
             if is_full:
-                logger.warning("data port: %s closed: %d connections are open", peer, MAX_CONNECTIONS)
+                self._stranger_log.turned_away(peer, f"{MAX_CONNECTIONS} connections are open")
                 sock.close()
                 continue
             connection = Connection(sock)
@@ -246,23 +247,28 @@ class TcpTransport(Transport):
                 self._track(connection)
             except TransportFailed:
                 return
-            serve = partial(self._serve_peer, connection, str(peer), endpoint)
+            serve = partial(self._serve_peer, connection, f"{peer[0]}:{peer[1]}", endpoint)
             self._start_thread(f"deadpool-data-{peer[1]}", serve)
 
     def _serve_peer(self, connection: Connection, peer: str, endpoint: Endpoint) -> None:
+        is_known = False
         try:
-            hello = connection.receive(wire.HELLO_BYTES, Deadline(FRAME_TIMEOUT_S, "hello").check)
+            hello = connection.receive(wire.HELLO_BYTES, Deadline(HELLO_TIMEOUT_S, "hello").check)
             kind, lane = wire.decode_hello(hello, self._job_token)
+            is_known = True
             if kind is wire.Kind.FETCH:
                 self._serve_fetch(connection, endpoint)
             else:
                 while self._serve_push(connection, lane, endpoint):
                     pass
         # As text: a record that kept the error would keep its frames, and they the mapping.
-        except (ConnectionError, StreamStopped) as error:
-            logger.info("data port: %s closed: %s", peer, str(error))
         except (OSError, SnapshotError) as error:
-            logger.warning("data port: %s closed: %s", peer, str(error))
+            if not is_known and not self._is_closed:
+                self._stranger_log.turned_away(peer, str(error))
+            elif isinstance(error, ConnectionError | StreamStopped):
+                logger.info("data port: %s closed: %s", peer, str(error))
+            else:
+                logger.warning("data port: %s closed: %s", peer, str(error))
         finally:
             self._drop(connection)
             with self._lock:

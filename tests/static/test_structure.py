@@ -15,7 +15,7 @@ PACKAGE = ROOT / "deadpool"
 
 LEVELS = (
     ("core", "errors"),
-    ("config", "events", "report"),
+    ("config", "events", "ports", "report"),
     ("snapshot", "store", "liveness", "membership", "communicator"),
     ("testing",),
     ("runtime",),

@@ -10,7 +10,7 @@ import importlib, pkgutil, sys
 import deadpool.store
 for module in pkgutil.iter_modules(deadpool.store.__path__):
     importlib.import_module(f"deadpool.store.{module.name}")
-allowed = ("deadpool.core", "deadpool.errors", "deadpool.store")
+allowed = ("deadpool.core", "deadpool.errors", "deadpool.ports", "deadpool.store")
 loaded = [name for name in sys.modules if name.startswith("deadpool.") and not name.startswith(allowed)]
 print(loaded, "torch" in sys.modules, "numpy" in sys.modules)
 """

@@ -191,7 +191,7 @@ def test_hostile_bytes_cost_one_line_each_and_nothing_else(
 def test_a_peer_that_stops_in_the_middle_of_a_frame_is_closed(
     holder: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "FRAME_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(tcp, "HELLO_TIMEOUT_S", 0.3)
     client = socket.create_connection(holder.address)
     client.sendall(GOOD_HELLO[:7])
     start_s = time.monotonic()
