@@ -17,6 +17,7 @@ from deadpool.core.types import Name
 from deadpool.errors import ConfigError, LayoutMismatch, SnapshotError
 from deadpool.events import EventLog
 from deadpool.runtime.once import OnceArea
+from deadpool.snapshot.layout import Layout
 from deadpool.store.checkpoint import (
     Manifest,
     Shard,
@@ -126,8 +127,8 @@ class CheckpointTier:
         stored = OnceArea.decode(self.read_once(rank, name))
         if stored.layout_hash != once.layout_hash:
             raise LayoutMismatch(
-                f"the checkpoint in {self.root} holds another state than this script builds (rank {rank}); "
-                "give another --checkpoint-dir, or run the script that made it"
+                f"the checkpoint in {self.root}, rank {rank}: {_difference(stored, once)}\n"
+                "Remedy: give another --checkpoint-dir, or run the script that made it."
             )
         sizes: dict[str, int] = {}
 
@@ -254,3 +255,11 @@ def checkpoint_root(directory: str, run_dir: Path) -> Path:
     except OSError as error:
         raise ConfigError([f"checkpoint folder {root} cannot be made: {error.strerror}"]) from error
     return root
+
+
+def _difference(stored: OnceArea, once: OnceArea) -> str:
+    try:
+        Layout.from_json(once.layout).check_same(Layout.from_json(stored.layout))
+    except LayoutMismatch as error:
+        return str(error)
+    return "it holds another state than this script builds"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from deadpool.core.types import Name
 from deadpool.errors import LayoutMismatch
 from deadpool.runtime.once import OnceArea
 from deadpool.snapshot import codec
+from deadpool.snapshot.agreement import describe_buffers, digest_groups, find_unlike_groups, refuse_unlike
 from deadpool.snapshot.blob import Blob, build_blob, capacity_for, read_blob, why_not_now
 from deadpool.snapshot.capture import Capture, install_hooks
 from deadpool.snapshot.capture_cuda import make_capture
@@ -22,6 +24,7 @@ from deadpool.snapshot.tensors import NamedTensor
 from deadpool.store.segment import BANKS, BankState, Segment
 
 DRAIN_TIMEOUT_S = 10.0
+_T = TypeVar("_T")
 
 
 class StateKeeper:
@@ -52,15 +55,20 @@ class StateKeeper:
     # ---- layout --------------------------------------------------------------------------------------
 
     def settle_layout(self, record: bytes, world_size: int, ranks_per_host: int) -> OnceArea:
-        """First start: decide with all ranks which buffers are replicated, and close the layout."""
+        """First start: decide with all ranks which buffers are replicated, and close the layout.
+
+        Raises:
+            LayoutMismatch: ranks of one replicated group built different states.
+        """
 
         def is_safe(ranks: tuple[int, ...]) -> bool:
             return len({rank // ranks_per_host for rank in ranks}) > 1
 
         layout = layout_of(self._state, is_safe=is_safe)
-        hashes: list[list[int] | None] = [None] * world_size
-        dist.all_gather_object(hashes, hash_replicated(self._state, layout))
-        disagreeing = find_disagreements(layout, {rank: list(each or ()) for rank, each in enumerate(hashes)})
+        unlike = find_unlike_groups(_gather(digest_groups(layout), world_size))
+        if unlike:
+            refuse_unlike(unlike, _gather(describe_buffers(layout, unlike), world_size))
+        disagreeing = find_disagreements(layout, _gather(hash_replicated(self._state, layout), world_size))
         if disagreeing:
             layout = layout.with_unique(disagreeing)
         self._layout = layout
@@ -234,3 +242,10 @@ class StateKeeper:
         generators = {f"rng.{name}": value for name, value in blob.rng.items()}
         for name, value in (("step", blob.step), *generators.items(), *blob.parts.items()):
             yield str(name), codec.pack(value, str(name))
+
+
+def _gather(mine: _T, world_size: int) -> dict[int, _T]:
+    """Rank -> what that rank passed."""
+    gathered: list[_T | None] = [None] * world_size
+    dist.all_gather_object(gathered, mine)
+    return {rank: each for rank, each in enumerate(gathered) if each is not None}

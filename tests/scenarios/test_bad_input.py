@@ -30,6 +30,21 @@ def train(ft):
 """
 
 
+STATEFUL = """
+class Stateful:
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"inner": [self.value]}
+
+    def load_state_dict(self, state):
+        self.value = state["inner"][0]
+
+
+"""
+
+
 def run(*arguments: str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "deadpool", "run", *arguments],
@@ -79,15 +94,53 @@ def test_etcd_that_does_not_answer_ends_with_code_5(tmp_path: Path) -> None:
         ("data=iter([1, 2])", "a bare iterator"),
         ("data=object()", "state_dict"),
         ("data=torch.utils.data.DataLoader([1, 2])", "StatefulDataLoader"),
+        ("counter=Stateful(torch.device('cpu'))", "counter.inner[0]"),
     ],
 )
 def test_state_that_cannot_be_protected_ends_the_job_at_once_with_code_2(
     wrapped: str, says: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     script = tmp_path / "bad.py"
-    script.write_text(f"{HEAD}deadpool.wrap(train, model=model, optimizer=optimizer, {wrapped})()\n")
-    code, output = run(
-        "--standalone", "--nnodes", "2", "--spares", "0", "--run-dir", str(tmp_path / "run"), str(script)
+    script.write_text(
+        f"{HEAD}{STATEFUL}deadpool.wrap(train, model=model, optimizer=optimizer, {wrapped})()\n"
     )
+    code, output = run_standalone(tmp_path, script)
     assert code == 2, output
     assert says in output
+
+
+def test_ranks_that_built_different_states_end_the_job_with_code_2(tmp_path: Path) -> None:
+    script = tmp_path / "unlike.py"
+    script.write_text(
+        HEAD.replace(
+            "torch.optim.AdamW(model.parameters())",
+            "[torch.optim.AdamW, torch.optim.RMSprop][torch.distributed.get_rank()](model.parameters())",
+        )
+        + "deadpool.wrap(train, model=model, optimizer=optimizer)()\n"
+    )
+    code, output = run_standalone(tmp_path, script)
+    assert code == 2, output
+    assert "built different states" in output
+    assert "square_avg: nothing on rank 0" in output
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_another_model_ends_the_job_with_code_2(tmp_path: Path) -> None:
+    checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "1")
+    for width, expected in ((4, 0), (5, 2)):
+        script = tmp_path / f"width-{width}.py"
+        script.write_text(
+            HEAD.replace("Linear(4, 4)", f"Linear({width}, 4)")
+            + "deadpool.wrap(train, model=model, optimizer=optimizer)()\n"
+        )
+        code, output = run_standalone(tmp_path / str(width), script, *checkpoints)
+        assert code == expected, output
+    assert "does not fit the state" in output
+    assert "weight: here float32[4, 5]" in output
+    assert ", stored float32[4, 4]" in output
+    assert "give another --checkpoint-dir" in output
+
+
+def run_standalone(folder: Path, script: Path, *options: str) -> tuple[int, str]:
+    hosts = ("--standalone", "--nnodes", "2", "--spares", "0", "--run-dir", str(folder / "run"))
+    return run(*hosts, *options, str(script))
