@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from deadpool.config import Config
+from deadpool.config import Config, hide_secrets
 from deadpool.liveness.progress import WorkerPage
 from deadpool.runtime.ipc import Channel, ChannelClosed, ReaderThread
 from deadpool.runtime.messages import AgentToWorker, WorkerToAgent
@@ -63,10 +63,10 @@ class WorkerHandle:
             "close_fd": close_theirs.fileno(),
             "page_fd": self.page.fd,
             "parent": os.getpid(),
-            "config": config.to_bytes().hex(),
+            "config": config.without_secrets().to_bytes().hex(),
             "run_dir": str(run_dir),
         }
-        environment = dict(os.environ)
+        environment = hide_secrets(os.environ)
         environment[ENVIRONMENT] = json.dumps(handover)
         environment.setdefault("PYTHONUNBUFFERED", "1")
         self.process = subprocess.Popen(

@@ -10,10 +10,11 @@ from deadpool.config import (
     JobConfig,
     LivenessConfig,
     RunConfig,
-    broken_rules,
+    hide_secrets,
     load_config,
     settings,
 )
+from deadpool.config.rules import broken_rules
 from deadpool.errors import ConfigError
 
 
@@ -152,3 +153,18 @@ def test_flags_and_environment_names_are_unique_and_every_setting_is_explained()
     assert len(set(flags)) == len(flags)
     assert len({setting.environment_name for setting in every}) == len(every)
     assert all(setting.doc.endswith((".", "fault; may be repeated.")) for setting in every)
+
+
+def test_limits_are_described_in_the_order_in_which_they_fire() -> None:
+    config = load_config(arguments={"liveness.progress_timeout_s": 0.5})
+    described = config.describe_limits()
+    assert described.startswith("heartbeat_interval 0.25 s, progress_timeout 0.5 s, silence_suspect 1 s, ")
+    assert described.endswith("spare_wait 300 s, collective_timeout 600 s")
+
+
+def test_workers_get_no_secrets_neither_in_their_configuration_nor_in_their_environment() -> None:
+    environment = {"DEADPOOL_MEMBERSHIP_PASSWORD": "s3cret", "DEADPOOL_MEMBERSHIP_USER": "u", "HOME": "/"}
+    config = load_config(environment=environment)
+    assert b"s3cret" in config.to_bytes()
+    assert b"s3cret" not in config.without_secrets().to_bytes()
+    assert hide_secrets(environment) == {"DEADPOOL_MEMBERSHIP_USER": "u", "HOME": "/"}

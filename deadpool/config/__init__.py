@@ -5,28 +5,26 @@ is `progress_timeout_s` under `[liveness]` in TOML, `DEADPOOL_LIVENESS_PROGRESS_
 and, where its declaration names a flag, `--progress-timeout-s` on the command line. Flags and help texts are
 declared here, once; `deadpool.cli.options` makes the command line from them.
 
-Every problem is found before the first one is reported. Rules over several settings live in `_RULES` and
+Every problem is found before the first one is reported. Rules over several settings live in `rules.py` and
 nowhere else.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 
+from deadpool.config.rules import broken_rules
 from deadpool.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "DEADPOOL_"
 DEFAULT_ORIGIN = "default"
-_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_MIN_GRANTED_LEASE_TTL_S = 2.0  # etcd grants no less with its default election timeout (notes, M12)
 
 
 def _setting(
@@ -219,6 +217,19 @@ class Config:
             lines.append(f"{setting.name} = {shown} ({self.origin(setting.name)})")
         return lines
 
+    def describe_limits(self) -> str:
+        """Every time limit in the order in which they fire, so that a message about one can be placed."""
+        limits = [
+            (getattr(getattr(self, setting.section), setting.field), setting.field)
+            for setting in settings()
+            if setting.field.endswith("_s") and not setting.field.endswith("_bytes_s")  # that is a rate
+        ]
+        return ", ".join(f"{name.removesuffix('_s')} {value:g} s" for value, name in sorted(limits))
+
+    def without_secrets(self) -> Config:
+        """For processes that need none of them; see also `hide_secrets`."""
+        return replace(self, membership=replace(self.membership, password=""))
+
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
@@ -276,6 +287,12 @@ def settings() -> Iterator[Setting]:
             )
 
 
+def hide_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for processes that need no secrets: workers run the user's code, and its children."""
+    secret = {setting.environment_name for setting in settings() if setting.secret}
+    return {name: value for name, value in environment.items() if name not in secret}
+
+
 def load_config(
     *,
     toml: Path | None = None,
@@ -323,124 +340,10 @@ def load_config(
     return config
 
 
-def broken_rules(config: Config) -> list[str]:
-    """Sentences for the rules over several settings that `config` breaks, each with the values' origins."""
-    problems = []
-    for names, holds, sentence in _RULES:
-        if not holds(config):
-            shown = ", ".join(f"{name} = {_value(config, name)!r} ({config.origin(name)})" for name in names)
-            problems.append(f"{sentence}: {shown}")
-    return problems
-
-
-# Settings concerned, what must hold, and the sentence for when it does not.
-_RULES: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
-    (
-        ("job.job_id",),
-        lambda c: not c.job.job_id or _JOB_ID.fullmatch(c.job.job_id) is not None,
-        "a job id is made of letters, digits, '.', '_' and '-', at most 63 of them",
-    ),
-    (
-        ("membership.lease_ttl_s",),
-        lambda c: c.membership.lease_ttl_s >= _MIN_GRANTED_LEASE_TTL_S,
-        "etcd grants no lease shorter than 2 s",
-    ),
-    (
-        ("liveness.heartbeat_interval_s", "liveness.silence_dead_s"),
-        lambda c: 3 * c.liveness.heartbeat_interval_s <= c.liveness.silence_dead_s,
-        "three heartbeats must fit into the silence that means death",
-    ),
-    (
-        ("liveness.heartbeat_interval_s", "liveness.silence_suspect_s", "liveness.silence_dead_s"),
-        lambda c: c.liveness.heartbeat_interval_s < c.liveness.silence_suspect_s < c.liveness.silence_dead_s,
-        "the order is heartbeat interval < suspect < dead",
-    ),
-    (
-        ("liveness.heartbeat_interval_s", "membership.lease_ttl_s"),
-        lambda c: 3 * c.liveness.heartbeat_interval_s <= c.membership.lease_ttl_s,
-        "three heartbeats must fit into a lease",
-    ),
-    (
-        ("membership.lease_ttl_s", "communicator.rebuild_timeout_s"),
-        lambda c: c.membership.lease_ttl_s < c.communicator.rebuild_timeout_s,
-        "a rebuild must wait longer than a lease lives, or it gives up on a host before its loss is known",
-    ),
-    (
-        ("membership.lease_ttl_s", "communicator.collective_timeout_s"),
-        lambda c: c.membership.lease_ttl_s < c.communicator.collective_timeout_s,
-        "a collective must wait longer than a lease lives, or it fails before membership knows why",
-    ),
-    (
-        ("liveness.progress_timeout_s", "communicator.collective_timeout_s"),
-        lambda c: c.liveness.progress_timeout_s < c.communicator.collective_timeout_s,
-        "a collective must wait longer than the progress timeout, or it fails before the culprit is named",
-    ),
-    (
-        ("communicator.close_timeout_s", "communicator.abort_timeout_s", "communicator.unwind_timeout_s"),
-        lambda c: (
-            c.communicator.close_timeout_s
-            <= c.communicator.abort_timeout_s
-            <= c.communicator.unwind_timeout_s
-        ),
-        "the order is close <= abort <= unwind",
-    ),
-    (
-        ("store.replication_factor", "job.nnodes"),
-        lambda c: c.store.replication_factor < c.job.nnodes,
-        "a replica needs another active host: raise --nnodes or lower the replication factor",
-    ),
-    (
-        ("run.node_rank", "job.nnodes", "job.spares"),
-        lambda c: c.run.node_rank is None or c.run.node_rank < c.job.nnodes + c.job.spares,
-        "a node rank is below the number of hosts, spares included",
-    ),
-    (
-        ("run.standalone", "membership.etcd"),
-        lambda c: not (c.run.standalone and c.origin("membership.etcd").startswith("command line")),
-        "--standalone starts its own etcd: give --standalone or --etcd, not both",
-    ),
-    (
-        ("run.standalone", "run.node_rank"),
-        lambda c: not (c.run.standalone and c.run.node_rank is not None),
-        "--standalone places all hosts itself: leave --node-rank out",
-    ),
-    (
-        ("run.respawn", "run.standalone"),
-        lambda c: not c.run.respawn or c.run.standalone,
-        "--respawn starts hosts again, which only --standalone can",
-    ),
-    (
-        ("checkpoint.every", "checkpoint.dir"),
-        lambda c: not c.checkpoint.every or bool(c.checkpoint.dir),
-        "checkpoints need a folder: give --checkpoint-dir",
-    ),
-    (
-        ("membership.cert", "membership.key"),
-        lambda c: bool(c.membership.cert) == bool(c.membership.key),
-        "a client certificate and its key come together",
-    ),
-    (
-        ("membership.etcd",),
-        lambda c: all(_is_endpoint(endpoint) for endpoint in c.membership.etcd),
-        "an etcd endpoint has the form HOST or HOST:PORT",
-    ),
-)
-
-
 def nearest(name: str, known: list[str]) -> str:
     """End of a message about an unknown name: the nearest known one, if any is near."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _value(config: Config, name: str) -> object:
-    section, _, field_name = name.partition(".")
-    return getattr(getattr(config, section), field_name)
-
-
-def _is_endpoint(text: str) -> bool:
-    """A first look only: `deadpool.membership` reads endpoints for good."""
-    return re.fullmatch(r"(https?://)?(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\],]+)(:\d{1,5})?/?", text) is not None
 
 
 def _read_toml(
