@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -200,9 +200,16 @@ def _misfit(state: State, member: Member, others: Sequence[Member]) -> str:
         )
     if others and member.versions != others[0].versions:
         first = others[0]
-        differing = sorted({name for name, _ in set(member.versions) ^ set(first.versions)})
-        return f"Host {member.host} has other versions of {', '.join(differing)} than host {first.host}."
+        theirs, ours = set(member.versions), set(first.versions)
+        return (
+            f"Host {member.host} has {_listed(theirs - ours)}, "
+            f"host {first.host} has {_listed(ours - theirs)}: every host needs the same."
+        )
     return ""
+
+
+def _listed(versions: Iterable[tuple[str, str]]) -> str:
+    return " and ".join(f"{package} {version}" for package, version in sorted(versions)) or "none of these"
 
 
 def _on_expired(state: State, event: LeaseExpired) -> Outcome:
@@ -210,7 +217,7 @@ def _on_expired(state: State, event: LeaseExpired) -> Outcome:
     is_named = view is not None and (event.member_id in state.slot_of or event.member_id in view.leaving)
     if is_named and event.now_s < state.grace_until_s:
         return replace(state, missing=state.missing | {event.member_id}), ()
-    return lose(state, [event.member_id], event.now_s, "its lease expired")
+    return lose(state, [event.member_id], event.now_s, "its lease expired (lease_ttl_s)")
 
 
 def _on_silence(state: State, event: SilenceConfirmed) -> Outcome:

@@ -23,6 +23,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from deadpool import __version__
 from deadpool.config import Config
 from deadpool.errors import DeadPoolError, ExitCode
 from deadpool.runtime.ipc import Channel, ReaderThread
@@ -315,7 +316,6 @@ def main() -> int:
 
     self_test()
     worker.start()
-    worker.send(
-        Ready(pid=os.getpid(), versions={"torch": str(torch.__version__)}, seconds=time.monotonic() - started)
-    )
+    versions = {"torch": str(torch.__version__), "deadpool": __version__}
+    worker.send(Ready(pid=os.getpid(), versions=versions, seconds=time.monotonic() - started))
     return worker.run()
