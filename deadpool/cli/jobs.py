@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -59,6 +60,21 @@ def write_job_file(job: JobFile, folder: Path | None = None) -> Path:
         file.write(msgspec.json.encode(job))
     os.replace(temporary, path)
     return path
+
+
+@contextmanager
+def job_file(job: JobFile, folder: Path | None = None) -> Iterator[None]:
+    """Keep the file of a job for the length of a block; of several hosts of one machine, the first does."""
+    path = (folder or runtime_dir()) / f"{job.job_id}.json"
+    found = _read(path)
+    if found is None or not is_running(found.pid):
+        write_job_file(job, folder)
+    try:
+        yield
+    finally:
+        found = _read(path)
+        if found is not None and found.pid == job.pid:
+            path.unlink(missing_ok=True)
 
 
 def find_job(job_id: str | None, folder: Path | None = None) -> JobFile:

@@ -10,27 +10,37 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from deadpool.cli.jobs import JobFile, write_job_file
+from deadpool.cli.jobs import JobFile, job_file, write_job_file
 from deadpool.cli.report import build_report, print_timeline, write_report
 from deadpool.cli.rundir import merge_events
 from deadpool.config import Config
 from deadpool.errors import ConfigError
 from deadpool.membership.embedded import EMBEDDED_WARNING
+from deadpool.runtime.endpoints import etcd_config
+from deadpool.runtime.network import loopback_warnings, network_problems
 
 
 def run_command(config: Config) -> int:
-    """Run the job; returns the exit code of docs/exit-codes.md."""
-    if not config.run.standalone and not config.job.job_id:
-        raise ConfigError(["give --job-id, the same on every host: it is how the hosts of a job meet"])
+    """Run the job; returns the exit code of docs/exit-codes.md.
+
+    Raises:
+        ConfigError: what can be seen before anything is started.
+    """
+    problems = network_problems(os.environ)
+    if not config.run.standalone:
+        problems += etcd_config(config.membership).problems()
+        if not config.job.job_id:
+            problems.append("give --job-id, the same on every host: it is how the hosts of a job meet")
+    if problems:
+        raise ConfigError(problems)
     job_id = config.job.job_id or f"job-{secrets.token_hex(4)}"
     config = replace(config, job=replace(config.job, job_id=job_id))
     run_dir = _make_run_dir(config)
+    print(f"deadpool: limits, the shortest first: {config.describe_limits()}", file=sys.stderr)
     if config.run.standalone:
         code = _run_standalone(config, run_dir)
-    elif config.membership.etcd:
-        code = _run_host(config, run_dir)
     else:
-        raise ConfigError(["give --etcd HOST:PORT[,...], or --standalone for all hosts on this machine"])
+        code = _run_host(config, run_dir)
     if config.run.events:
         merge_events(run_dir, Path(config.run.events))
     if config.run.report:
@@ -73,9 +83,33 @@ def _run_standalone(config: Config, run_dir: Path) -> int:
 def _run_host(config: Config, run_dir: Path) -> int:
     from deadpool.runtime.agent_process import run_agent
 
+    for warning in loopback_warnings(config, os.environ):
+        print(f"deadpool: {warning}", file=sys.stderr)
     token = secrets.token_hex(16)  # the job's own is that of the agent which came first
     label = f"{socket.gethostname().split('.')[0]}"
-    return run_agent(config, run_dir, label, token)
+    with job_file(_job_of_host(config, run_dir)):
+        return run_agent(config, run_dir, label, token)
+
+
+def _job_of_host(config: Config, run_dir: Path) -> JobFile:
+    """What `deadpool status` on this machine needs to ask etcd, which knows the rest."""
+    membership = config.membership
+    ca, cert, key = (
+        str(Path(file).absolute()) if file else ""
+        for file in (membership.ca, membership.cert, membership.key)
+    )
+    return JobFile(
+        job_id=config.job.job_id,
+        token="",  # etcd's counts
+        run_dir=str(run_dir),
+        pid=os.getpid(),
+        etcd=membership.etcd,
+        ca=ca,
+        cert=cert,
+        key=key,
+        user=membership.user,
+        password=membership.password,
+    )
 
 
 def _make_run_dir(config: Config) -> Path:

@@ -1,4 +1,4 @@
-"""Reading a run folder: events, injections, workers, digests. Formats in docs/files.md.
+"""Reading a run folder: events, injections, workers, digests. Files in docs/report.md.
 
 Everything here was appended by processes that may have been killed in mid-write, so a torn line is skipped.
 """

@@ -7,6 +7,7 @@ asked (at the addresses that the launcher wrote down), what they know is shown, 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 import threading
@@ -22,6 +23,7 @@ import msgspec
 
 from deadpool.cli.jobs import JobFile, find_job, is_running
 from deadpool.cli.rundir import read_agent_addresses
+from deadpool.config import load_config
 from deadpool.core.types import Member, MemberId, Phase, View
 from deadpool.errors import ConfigError, ExitCode, MembershipError
 from deadpool.membership.registry import RECOVERIES_KEPT
@@ -358,4 +360,16 @@ def _find(job_id: str | None, etcd: str | None, folder: Path | None) -> JobFile:
         return find_job(job_id, folder)
     if job_id is None:
         raise ConfigError(["with --etcd, name the job: deadpool status JOB --etcd HOST:PORT"])
-    return JobFile(job_id=job_id, token="", run_dir="", pid=0, etcd=tuple(etcd.split(",")))
+    access = load_config(environment=os.environ).membership  # DEADPOOL_MEMBERSHIP_CA and the like
+    return JobFile(
+        job_id=job_id,
+        token="",
+        run_dir="",
+        pid=0,
+        etcd=tuple(etcd.split(",")),
+        ca=access.ca,
+        cert=access.cert,
+        key=access.key,
+        user=access.user,
+        password=access.password,
+    )

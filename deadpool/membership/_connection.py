@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -75,20 +76,48 @@ class EtcdConfig:
         Raises:
             ConfigError: naming every problem.
         """
+        problems = self.problems()
+        if problems:
+            raise ConfigError(problems)
+
+    def problems(self) -> list[str]:
+        """What cannot work, in sentences."""
         problems = []
         if not self.endpoints:
             problems.append("no etcd endpoint is given; use --etcd HOST:PORT[,HOST:PORT...]")
         if (self.user is None) != (self.password is None):
-            problems.append("etcd user and password go together; one of them is missing")
+            problems.append(
+                "etcd user and password go together; one of them is missing (the password is read from "
+                "DEADPOOL_MEMBERSHIP_PASSWORD or a configuration file)"
+            )
         if (self.cert_file is None) != (self.key_file is None):
             problems.append("etcd certificate and key go together; one of them is missing")
         if self.cert_file is not None and self.ca_file is None:
             problems.append("an etcd certificate needs the certificate of the authority (ca) too")
-        for path in (self.ca_file, self.cert_file, self.key_file):
-            if path is not None and not path.is_file():
-                problems.append(f"etcd TLS file {path} does not exist or is not a file")
-        if problems:
-            raise ConfigError(problems)
+        return problems + self._tls_problems()
+
+    def _tls_problems(self) -> list[str]:
+        """What gRPC would report as a failed handshake, with neither the file nor the reason."""
+        files = [path for path in (self.ca_file, self.cert_file, self.key_file) if path is not None]
+        missing = [path for path in files if not path.is_file()]
+        if missing:
+            return [f"etcd TLS file {path} does not exist or is not a file" for path in missing]
+        context = ssl.create_default_context()
+        problems = []
+        try:
+            if self.ca_file is not None:
+                context.load_verify_locations(self.ca_file)
+        except (OSError, ssl.SSLError) as error:
+            problems.append(f"etcd TLS file {self.ca_file} cannot be used as an authority: {_reason(error)}")
+        try:
+            if self.cert_file is not None and self.key_file is not None:
+                context.load_cert_chain(self.cert_file, self.key_file, password=lambda: b"")
+        except (OSError, ssl.SSLError) as error:
+            problems.append(
+                f"etcd TLS files {self.cert_file} and {self.key_file} cannot be used as certificate and key "
+                f"(PEM, the key without a passphrase): {_reason(error)}"
+            )
+        return problems
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:
@@ -289,6 +318,12 @@ def _split_port(text: str) -> tuple[str, str]:
         return host + bracket, rest[1:] if rest else str(DEFAULT_PORT)
     host, colon, port = text.partition(":")
     return host, port if colon else str(DEFAULT_PORT)
+
+
+def _reason(error: OSError) -> str:
+    """In words: "key values mismatch", not the place in a C file."""
+    reason = getattr(error, "reason", None)
+    return str(reason).replace("_", " ").lower() if reason else error.strerror or str(error)
 
 
 def _was_not_sent(code: Any, details: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import signal
 import sys
 import threading
@@ -47,6 +48,7 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     _lower_oom_score()
+    _raise_descriptor_limit()
     health = check_health()
     if not health.is_healthy:
         return _complain(health.problems, ExitCode.USER_ERROR)
@@ -85,3 +87,9 @@ def _lower_oom_score() -> None:
         Path("/proc/self/oom_score_adj").write_text("-500")
     except OSError:
         pass  # not privileged: the kernel decides
+
+
+def _raise_descriptor_limit() -> None:
+    """A leader has four connections to every host, and the usual soft limit is 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -201,7 +201,7 @@ class EtcdProcess:
                     raise
 
     def control(self, *arguments: str) -> None:
-        run_etcdctl(self.endpoint, *arguments)
+        run_etcdctl(self.endpoint, *_tls_options(self.config), *arguments)
 
     def leads(self) -> bool:
         (answer,) = json.loads(run_etcdctl(self.endpoint, "endpoint", "status", "-w", "json"))
@@ -213,6 +213,33 @@ class EtcdProcess:
 
     def close(self) -> None:
         self.kill()
+
+
+def add_users(server: EtcdProcess) -> None:
+    """From now on the server asks for a password: `trainer` has what a job needs, and nothing else."""
+    for command in (
+        ("user", "add", "root:root-password"),
+        ("user", "grant-role", "root", "root"),
+        ("user", "add", "trainer:secret"),
+        ("role", "add", "trainer"),
+        ("role", "grant-permission", "trainer", "--prefix=true", "readwrite", "/deadpool/"),
+        ("user", "grant-role", "trainer", "trainer"),
+        ("auth", "enable"),
+    ):
+        server.control(*command)
+
+
+def tls_options(folder: Path) -> tuple[str, ...]:
+    """Options of a server that speaks TLS only, and only to clients with a certificate."""
+    return (
+        *("--cert-file", str(folder / "server.crt"), "--key-file", str(folder / "server.key")),
+        *("--trusted-ca-file", str(folder / "ca.crt"), "--client-cert-auth"),
+    )
+
+
+def _tls_options(config: EtcdConfig) -> list[str]:
+    files = {"--cacert": config.ca_file, "--cert": config.cert_file, "--key": config.key_file}
+    return [word for option, path in files.items() if path is not None for word in (option, str(path))]
 
 
 def run_etcdctl(endpoint: str, *arguments: str) -> bytes:

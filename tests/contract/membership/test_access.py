@@ -11,7 +11,7 @@ import pytest
 from deadpool.errors import ConfigError, StoreUnavailable
 from deadpool.membership.etcd import EtcdConfig, EtcdStore
 from deadpool.membership.store import KeyPut, WatchConnected, WatchInterrupted
-from tests.contract.membership.support import EtcdProcess, Recorder, etcd_config
+from tests.contract.membership.support import EtcdProcess, Recorder, add_users, etcd_config, tls_options
 
 TLS = Path(__file__).parent / "tls"
 
@@ -19,16 +19,7 @@ TLS = Path(__file__).parent / "tls"
 def start_guarded(folder: Path) -> EtcdProcess:
     """A server with two users."""
     server = EtcdProcess.start_one(folder)
-    for command in (
-        ("user", "add", "root:root-password"),
-        ("user", "grant-role", "root", "root"),
-        ("user", "add", "trainer:secret"),
-        ("role", "add", "trainer"),
-        ("role", "grant-permission", "trainer", "--prefix=true", "readwrite", "/deadpool/"),
-        ("user", "grant-role", "trainer", "trainer"),
-        ("auth", "enable"),
-    ):
-        server.control(*command)
+    add_users(server)
     return server
 
 
@@ -50,8 +41,7 @@ def own_guarded(tmp_path: Path) -> Iterator[EtcdProcess]:
 def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
     server = EtcdProcess.start_one(
         tmp_path_factory.mktemp("tls"),
-        *("--cert-file", str(TLS / "server.crt"), "--key-file", str(TLS / "server.key")),
-        *("--trusted-ca-file", str(TLS / "ca.crt"), "--client-cert-auth"),
+        *tls_options(TLS),
         config=EtcdConfig(
             endpoints=(),
             ca_file=TLS / "ca.crt",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool.cli.jobs import JobFile, find_job, is_running, runtime_dir, write_job_file
+from deadpool.cli.jobs import JobFile, find_job, is_running, job_file, runtime_dir, write_job_file
 from deadpool.errors import ConfigError
 
 NO_PROCESS = 2**22 + 1  # beyond the largest process id
@@ -66,3 +66,21 @@ def test_running_means_that_the_process_exists() -> None:
     assert is_running(os.getpid())
     assert not is_running(NO_PROCESS)
     assert not is_running(0)
+
+
+def test_of_several_hosts_on_one_machine_the_first_keeps_the_file_of_the_job(tmp_path: Path) -> None:
+    first, second = (
+        JobFile(job_id="j", token="", run_dir="/r", pid=pid) for pid in (os.getpid(), os.getppid())
+    )
+    path = tmp_path / "j.json"
+    with job_file(first, tmp_path):
+        with job_file(second, tmp_path):
+            assert find_job("j", tmp_path).pid == first.pid
+        assert path.exists()
+    assert not path.exists()
+
+
+def test_the_file_of_a_killed_host_is_taken_over(tmp_path: Path) -> None:
+    write_job_file(make("j", NO_PROCESS), tmp_path)
+    with job_file(make("j", os.getpid()), tmp_path):
+        assert find_job("j", tmp_path).pid == os.getpid()
