@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,11 +205,20 @@ class HostsJob(RunFolder):
         self._job_id = job_id
         self.hosts: list[subprocess.Popen[bytes]] = []
 
-    def start_host(self, *options: str) -> subprocess.Popen[bytes]:
-        """Start one more host, its agent being the process that is returned."""
-        with open(self.run_dir / f"output-{len(self.hosts)}.txt", "wb") as output:
+    def start_host(
+        self, *options: str, environment: Mapping[str, str] | None = None, wrapper: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Start one more host, its agent being the process that is returned.
+
+        Args:
+            options: options of this host alone.
+            environment: variables of this host alone.
+            wrapper: a command that becomes the command given after it, as `env` does.
+        """
+        with open(self._output_path(len(self.hosts)), "wb") as output:
             host = subprocess.Popen(
                 [
+                    *wrapper,
                     *(sys.executable, "-m", "deadpool", "run", "--etcd", self._etcd),
                     *("--job-id", self._job_id, "--run-dir", str(self.run_dir)),
                     *("--record-dir", str(self.run_dir / "records"), *self.spec.options, *options),
@@ -219,9 +228,14 @@ class HostsJob(RunFolder):
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                env=os.environ | dict(environment or {}),
             )
         self.hosts.append(host)
         return host
+
+    def output_of(self, host: subprocess.Popen[bytes]) -> str:
+        """What one host has printed so far."""
+        return self._output_path(self.hosts.index(host)).read_text(errors="replace")
 
     def has_ended(self) -> bool:
         return all(host.poll() is not None for host in self.hosts)
@@ -240,6 +254,9 @@ class HostsJob(RunFolder):
         for host in self.hosts:
             host.kill()
             host.wait()
+
+    def _output_path(self, number: int) -> Path:
+        return self.run_dir / f"output-{number}.txt"
 
     def __enter__(self) -> Self:
         return self
