@@ -27,14 +27,10 @@ FieldValue = Scalar | Sequence["FieldValue"] | Mapping[str, "FieldValue"]
 EVENTS: Mapping[str, str] = MappingProxyType(
     {
         # The run and its members
-        "run.started": "The launcher or agent started; nnodes, spares, nproc_per_node, job_id.",
         "run.finished": "The job ended; exit_code, reason.",
         "member.registered": "This agent registered; host, granted_ttl_s.",
-        "member.joined": "A member appeared; subject, host.",
-        "member.gone": "A member's lease ended; subject.",
         "member.quarantined": "A host may not be used again; subject, reason.",
         "member.fenced": "This agent was replaced and writes nothing more; reason.",
-        "lease.lost": "This agent's lease ran out; age_s.",
         "store.unreachable": "The control plane does not answer; reason. Training goes on.",
         "store.reachable": "The control plane answers again; seconds it was away.",
         "leader.elected": "This agent leads; term.",
@@ -42,12 +38,10 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "view.published": "The leader published a View; phase, slots, joining, leaving, reason.",
         "view.adopted": "This agent obeys a View; phase, reason.",
         # Workers
-        "worker.started": "A worker process started; pid, role.",
         "worker.ready": "A worker is parked: imports done, self-test passed; pid, seconds.",
         "worker.rehearsed": "A parked worker built once and threw it away; seconds, problem.",
         "worker.assigned": "A worker runs the script as a rank; rank, pid, role.",
         "worker.exited": "A worker ended; rank, pid, how.",
-        "worker.killed": "This agent killed a worker that missed a limit; rank, pid, reason.",
         "worker.unreaped": "A killed worker is not reaped in time, the host is bad; rank, pid.",
         # Faults as somebody saw them
         "fault.reported": "A fault was reported; kind, ranks, subject (member), detail.",
@@ -90,9 +84,8 @@ _CONSOLE: Mapping[str, str] = MappingProxyType(
         "store.reachable": "control plane answers again after {seconds:.1f} s",
         "view.adopted": "generation {generation} {phase}: {reason}",
         "worker.exited": "worker of rank {rank} (pid {pid}) {how}",
-        "worker.killed": "worker of rank {rank} (pid {pid}) killed: {reason}",
         "worker.unreaped": "worker of rank {rank} (pid {pid}) cannot be reaped: this host is bad",
-        "liveness.silent": "no heartbeat from {subject} for {age_s:.1f} s",
+        "liveness.silent": "no heartbeat from {subject} for {age_s:.1f} s (silence_dead_s)",
         "progress.culprit": "others wait for ranks {ranks}",
         "snapshot.degraded": "degraded: {reason}",
         "snapshot.protected": "protected again up to step {step}",

@@ -95,7 +95,8 @@ class HandlesBuilder:
                 raise error
             raise RebuildTimeout(f"generation {self.generation}, rank {self.rank}: {error}") from error
         raise RebuildTimeout(
-            f"generation {self.generation}, rank {self.rank}: not connected within {timeout_s:g} s"
+            f"generation {self.generation}, rank {self.rank}: not connected within {timeout_s:g} s "
+            "(from rebuild_timeout_s)"
         )
 
     def _meet_and_build(

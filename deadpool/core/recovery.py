@@ -215,7 +215,8 @@ def on_deadline(state: State, now_s: float) -> Outcome:
         case Phase.ABORTING:
             return _on_abort_deadline(state, view, now_s, [view.slots[slot] for slot in late])
         case Phase.RESTORING:
-            reason = f"{hosts} did not restore within {limits.restore_s + _restore_extra_s(state):.0f} s."
+            limit_s = limits.restore_s + _restore_extra_s(state)
+            reason = f"{hosts} did not restore within {limit_s:.0f} s (from rebuild_timeout_s)."
             broken = [view.slots[slot] for slot in late if view.slots[slot] in view.joining]
             if broken:
                 bad = {host_of(state, member) for member in broken}
@@ -228,7 +229,7 @@ def on_deadline(state: State, now_s: float) -> Outcome:
         case Phase.STALLED:
             vacant = [rank for slot in _vacant(view.slots) for rank in view.ranks_of_slot(slot)]
             ranks = ", ".join(map(str, vacant))
-            text = f"No spare came within {limits.spare_wait_s:g} s for rank {ranks}."
+            text = f"No spare came within {limits.spare_wait_s:g} s (spare_wait_s) for rank {ranks}."
             return end(state, Phase.HALTED, NO_SPARE_LEFT, text)
     return state, ()
 
@@ -322,7 +323,7 @@ def _on_abort_deadline(state: State, view: View, now_s: float, late: list[Member
         if not state.is_extended:
             deadline_s = now_s + state.limits.only_copy_extra_s
             return replace(state, is_extended=True, deadline_s=deadline_s), ()
-    return lose(state, late, now_s, "it did not acknowledge the abort in time")
+    return lose(state, late, now_s, "it did not acknowledge the abort in time (ack_timeout_s)")
 
 
 def _fix_rollback(state: State, view: View, now_s: float) -> Outcome:

@@ -1,6 +1,6 @@
 """What a rank leaves behind for `deadpool verify`: values per step, and digests of its raw state.
 
-Files of the run folder, each written by one process at a time; formats in docs/files.md.
+Files of the run folder, each written by one process at a time; listed in docs/report.md.
 """
 
 from __future__ import annotations

@@ -275,9 +275,10 @@ class Workforce:
             if worker.state is not WorkerState.ABORTING:
                 continue
             if worker.close_deadline_s and now_s > worker.close_deadline_s:
-                self._kill_for(worker, f"did not close its handles within {self._limits.close_timeout_s:g} s")
+                limit = f"{self._limits.close_timeout_s:g} s (close_timeout_s)"
+                self._kill_for(worker, f"did not close its handles within {limit}")
             elif worker.unwind_deadline_s and now_s > worker.unwind_deadline_s:
-                self._kill_for(worker, "did not unwind to wrap in time")
+                self._kill_for(worker, "did not unwind to wrap in time (unwind_timeout_s)")
 
     # ---- questions -----------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ def test_without_a_spare_the_lost_host_is_in_the_checkpoint_too(
         ),
     )
     assert job.wait() == 3, job.output[-4000:]
-    assert "No spare came within 4 s for rank 1." in job.output
+    assert "No spare came within 4 s (spare_wait_s) for rank 1." in job.output
     assert job.named("checkpoint.complete")
     check_goes_on(rig, launch, args, folder)
 

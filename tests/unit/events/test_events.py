@@ -57,7 +57,7 @@ def test_a_strict_log_refuses_unknown_names_reserved_fields_and_objects(tmp_path
     with pytest.raises(ValueError, match="not in the catalogue"):
         log.emit("recovery.finished")
     with pytest.raises(ValueError, match="written by the log itself"):
-        log.emit("run.started", wall_s=1.0)
+        log.emit("run.finished", wall_s=1.0)
     with pytest.raises(TypeError, match="Path is not a plain JSON value"):
         log.emit("checkpoint.complete", path=tmp_path)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="set is not"):
@@ -91,7 +91,7 @@ def test_chosen_events_give_one_short_line_even_with_fields_missing(tmp_path: Pa
 
 def test_a_full_disk_ends_nothing() -> None:
     log = EventLog(Path("/dev/full"), "run", "h0", strict=True)
-    log.emit("run.started")
+    log.emit("run.finished")
     log.emit("run.finished", exit_code=0, reason="done")
     assert log.lost_lines == 2
     log.close()
