@@ -53,6 +53,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "progress.frozen": "A worker's native tick stands still; rank, age_s.",
         "progress.resumed": "A stalled or frozen worker goes on; rank, finished_step.",
         "progress.culprit": "Sequence numbers name the ranks that others wait for; ranks.",
+        "progress.odd_calls": "Nobody goes on; ranks of a group seem to be in different collectives; calls.",
         # Protection
         "snapshot.committed": "A step is complete on owner and holder of every rank; step.",
         "snapshot.refused": "A named step will not be committed; step, rank, reason.",
@@ -87,6 +88,7 @@ _CONSOLE: Mapping[str, str] = MappingProxyType(
         "worker.unreaped": "worker of rank {rank} (pid {pid}) cannot be reaped: this host is bad",
         "liveness.silent": "no heartbeat from {subject} for {age_s:.1f} s (silence_dead_s)",
         "progress.culprit": "others wait for ranks {ranks}",
+        "progress.odd_calls": "no step for long; ranks wait in different collectives: {calls}",
         "snapshot.degraded": "degraded: {reason}",
         "snapshot.protected": "protected again up to step {step}",
         "checkpoint.complete": "checkpoint of step {step} complete: {path}",

@@ -55,7 +55,7 @@ class PageSample:
     boundary_ns: int
     is_quiet: bool
     median_step_s: float
-    handles: tuple[tuple[int, int, int], ...]  # (hash of the name, collectives issued, completed)
+    handles: tuple[tuple[int, int, int, int], ...]  # (hash of the name, issued, completed, last bytes)
 
 
 class WorkerPage:
@@ -104,7 +104,8 @@ class WorkerPage:
         first = ENTRIES_OFFSET // 8
         handles = []
         for place in range(first, first + count * ENTRY_BYTES // 8, ENTRY_BYTES // 8):
-            handles.append((self._words[place], self._words[place + 1], self._words[place + 2]))
+            name, issued, completed, last_bytes = self._words[place : place + 4]
+            handles.append((name, issued, completed, last_bytes))
         return PageSample(
             tick=self.get(Field.TICK),
             closed_generation=self.get(Field.CLOSED_GENERATION),
@@ -178,7 +179,7 @@ class WorkerProgress:
     tick_frozen: bool
     finished_step: int
     is_quiet: bool
-    handles: tuple[tuple[int, int, int], ...]  # (hash of the name, issued, completed)
+    handles: tuple[tuple[int, int, int, int], ...]  # as in PageSample
 
 
 @dataclass(slots=True, kw_only=True)

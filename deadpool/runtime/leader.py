@@ -172,9 +172,12 @@ class Leader:
         view = self._state.view
         if stall is None or view is None or stall.generation != view.generation:
             return
-        culprits = progress.find_culprits(tuple(stall.reports.values()))
+        reports = tuple(stall.reports.values())
+        culprits = progress.find_culprits(reports)
         if culprits:
             self._log.emit("progress.culprit", generation=view.generation, ranks=list(culprits))
+        elif odd := progress.find_odd_calls(reports):
+            self._log.emit("progress.odd_calls", generation=view.generation, calls=odd)
         for rank in culprits:
             report = stall.reports[rank]
             why = "its process is stopped" if report.tick_frozen else "it did not join a collective"

@@ -237,7 +237,7 @@ class Stalled(Message, frozen=True, kw_only=True, tag=True):
     tick_frozen: list[bool]
     finished_step: list[int]
     is_quiet: list[bool]
-    handles: list[list[tuple[int, int, int]]]
+    handles: list[list[tuple[int, int, int, int]]]
 
 
 class ShardWritten(Message, frozen=True, kw_only=True, tag=True):

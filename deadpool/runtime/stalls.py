@@ -90,8 +90,10 @@ def ranks_of(message: Stalled) -> tuple[progress.RankProgress, ...]:
             finished_step=step,
             is_quiet=is_quiet,
             handles=tuple(
-                progress.HandleProgress(name_hash=name, issued=issued, completed=completed)
-                for name, issued, completed in handles
+                progress.HandleProgress(
+                    name_hash=name, issued=issued, completed=completed, last_bytes=last_bytes
+                )
+                for name, issued, completed, last_bytes in handles
             ),
         )
         for rank, frozen, step, is_quiet, handles in zip(

@@ -31,3 +31,13 @@ def test_a_quiet_section_is_no_stall(rig: Any, launch: Launch) -> None:
     rig.check_trace(job, world_size=3)
     assert not job.named("recovery.done")
     rig.check_survivors(job, replaced=set(), world_size=3)
+
+
+@pytest.mark.full
+def test_a_collective_that_one_rank_calls_alone_is_named_after_seconds(launch: Launch) -> None:
+    job = launch(("--lone-call-at", "9"), nnodes=3, options=PROGRESS_TIMEOUT)
+    odd = job.wait_for(lambda event: event["event"] == "progress.odd_calls", "names of odd callers")
+    last_step_s = max(float(record["t"]) for record in job.records(0))
+    assert odd["calls"].startswith("rank 1 in one of ")
+    assert odd["monotonic_s"] - last_step_s < 15.0, "the collective timeout is 120 s"
+    assert "ranks wait in different collectives: rank 1 in one of" in job.output

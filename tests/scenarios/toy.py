@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--raise-at", type=int, default=0, help="rank 1 raises ValueError at this step")
     parser.add_argument("--spin-at", type=int, default=0, help="rank 1 computes for ever in this step, once")
+    parser.add_argument("--lone-call-at", type=int, default=0, help="rank 1 alone calls barrier() then")
     parser.add_argument(
         "--quiet-at", type=int, default=0, help="rank 1 writes a file for 8 s after this step"
     )
@@ -156,6 +157,8 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
             ft.record(lr=scheduler.get_last_lr()[0])
+            if step == arguments.lone_call_at and ft.rank == 1:
+                torch.distributed.barrier()
             if step == arguments.quiet_at and ft.rank == 1:
                 with ft.quiet():
                     time.sleep(8.0)

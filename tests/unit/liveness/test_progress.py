@@ -102,7 +102,7 @@ def test_fields_lie_where_the_native_side_expects_them(page: WorkerPage) -> None
     sample = page.sample()
     assert (sample.tick, sample.closed_generation, sample.began_step) == (17, 5, 8)
     assert (sample.finished_step, sample.finished_generation, sample.is_quiet) == (8, 2, True)
-    assert sample.handles == ((0xFFFFFFFFFFFFFFFF, 9, 8), (12, 3, 3))
+    assert sample.handles == ((0xFFFFFFFFFFFFFFFF, 9, 8, 4096), (12, 3, 3, 64))
     page.restart(6, 3)
     assert (page.sample().finished_step, page.sample().finished_generation) == (6, 3)
     assert page.sample().began_step == 6
@@ -224,4 +224,4 @@ def test_the_report_tells_the_sequence_numbers_of_every_handle(rig: Rig) -> None
     rig.native.put(ENTRIES_OFFSET, 99, 12, 11, 1024)
     rig.page.finish_step(5, 1, 1)
     (report,) = rig.watch.report()
-    assert (report.finished_step, report.handles, report.tick_frozen) == (5, ((99, 12, 11),), False)
+    assert (report.finished_step, report.handles, report.tick_frozen) == (5, ((99, 12, 11, 1024),), False)
