@@ -256,6 +256,14 @@ def test_versions_agree() -> None:
     assert f"## {deadpool.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def test_the_range_of_torch_in_documents_is_that_of_the_package() -> None:
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    declared = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', setup)
+    assert declared
+    accepted = f"2.{declared.group(1)} to 2.{int(declared.group(2)) - 1} are accepted"
+    assert accepted in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_this_python_is_one_that_setup_admits() -> None:
     assert 'python_requires=">=3.11"' in (ROOT / "setup.py").read_text(encoding="utf-8")
     assert sys.version_info >= (3, 11)
