@@ -246,4 +246,4 @@ def test_a_member_that_comes_back_at_the_last_moment_saves_its_job() -> None:
             registry, make_claim("second"), CLAIM_TTL_S, clock=lambda: server.now_s, pause=server.advance
         )
 
-    assert dead.recoveries() == ({},)
+    assert dead.recoveries() == ({"generation": 1},)
