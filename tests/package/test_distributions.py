@@ -18,6 +18,7 @@ from tests.package.test_installs import NOT_PART_OF_AN_EXPORT, ROOT
 BUILD_S = 900.0
 RUN_S = 120.0
 SHOW_PLACES = """
+import torch  # whose libraries the extension needs
 import deadpool, deadpool.plugins, deadpool.testing.cluster, deadpool.communicator._native as native
 print(deadpool.__file__, deadpool.plugins.__file__, native.__file__, sep="\\n")
 """

@@ -138,7 +138,8 @@ def test_a_spare_with_another_version_is_turned_away_and_the_job_goes_on(
     active = [job.start_host() for _ in range(2)]
     job.wait_for(lambda event: event["event"] == "snapshot.committed", "commit")
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
-    spare = job.start_host(environment={"PYTHONPATH": path})
+    # Safe path: the folder in which the test runs would come before, and hold this version.
+    spare = job.start_host(environment={"PYTHONPATH": path, "PYTHONSAFEPATH": "1"})
 
     codes = job.wait()
     text = job.output_of(spare)
