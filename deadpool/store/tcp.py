@@ -236,10 +236,11 @@ class TcpTransport(Transport):
                 logger.warning("data port: cannot accept: %s", error)
                 threading.Event().wait(ACCEPT_PAUSE_S)
                 continue
+            peer_name = f"{peer[0]}:{peer[1]}"
             with self._lock:
                 is_full = len(self._open) >= MAX_CONNECTIONS
             if is_full:
-                self._stranger_log.turned_away(peer, f"{MAX_CONNECTIONS} connections are open")
+                self._stranger_log.turned_away(peer_name, f"{MAX_CONNECTIONS} connections are open")
                 sock.close()
                 continue
             connection = Connection(sock)
@@ -247,7 +248,7 @@ class TcpTransport(Transport):
                 self._track(connection)
             except TransportFailed:
                 return
-            serve = partial(self._serve_peer, connection, f"{peer[0]}:{peer[1]}", endpoint)
+            serve = partial(self._serve_peer, connection, peer_name, endpoint)
             self._start_thread(f"deadpool-data-{peer[1]}", serve)
 
     def _serve_peer(self, connection: Connection, peer: str, endpoint: Endpoint) -> None:

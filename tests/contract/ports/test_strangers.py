@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import resource
 import socket
 import struct
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -130,6 +130,15 @@ def is_closed_within(sock: socket.socket, seconds: float) -> bool:
         return False
 
 
+def is_closed_after(sock: socket.socket, sent: bytes) -> bool:
+    """Whether the other side has ended the connection a moment after something was sent."""
+    try:
+        sock.sendall(sent)
+    except ConnectionError:
+        return True
+    return is_closed_within(sock, 0.2)
+
+
 @pytest.mark.parametrize(
     "content",
     [os.urandom(1 << 16), b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64, b"\0" * 512],
@@ -150,11 +159,12 @@ def test_bytes_of_strangers_cost_their_connection_and_one_line(
 
 @pytest.mark.parametrize("announced", [HELLO_FRAME_BYTES + 1, 1 << 24, (1 << 32) - 1])
 @pytest.mark.parametrize("port", [ControlPort, RendezvousPort], ids=["control", "rendezvous"], indirect=True)
-def test_a_huge_length_is_not_waited_for(port: Port, announced: int) -> None:
+def test_a_huge_length_is_not_waited_for(port: Port, announced: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The data port reads no length from a stranger: its frames have fixed sizes."""
+    monkeypatch.setattr(port.module, "HELLO_TIMEOUT_S", 3 * WAIT_S)
     with port.connect() as stranger:
         stranger.sendall(struct.pack(">I", announced))
-        assert is_closed_within(stranger, 2.0)
+        assert is_closed_within(stranger, WAIT_S)
     assert port.serves()
 
 
@@ -162,7 +172,7 @@ def test_half_a_greeting_and_then_silence_ends_in_time(port: Port, monkeypatch: 
     monkeypatch.setattr(port.module, "HELLO_TIMEOUT_S", 0.3)
     with port.connect() as stranger:
         stranger.sendall(port.greeting[: len(port.greeting) // 2])
-        assert is_closed_within(stranger, 3.0)
+        assert is_closed_within(stranger, WAIT_S)
     assert port.serves()
 
 
@@ -170,24 +180,21 @@ def test_a_greeting_byte_by_byte_has_no_more_time_than_one_at_once(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(port.module, "HELLO_TIMEOUT_S", 0.5)
-    began_s = time.monotonic()
-    with port.connect() as stranger, contextlib.suppress(ConnectionError):
-        for byte in port.greeting[:30]:
-            stranger.sendall(bytes([byte]))
-            if is_closed_within(stranger, 0.2):
-                break
-        assert time.monotonic() - began_s < 3.0
+    with port.connect() as stranger:
+        assert any(is_closed_after(stranger, bytes([byte])) for byte in port.greeting[:30])
     assert port.serves()
 
 
-def test_a_crowd_that_says_nothing_is_bounded_and_passes(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crowd_that_says_nothing_is_bounded_and_passes(
+    port: Port, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     limit = "MAX_CONNECTIONS" if isinstance(port, DataPort) else "MAX_STRANGERS"
     monkeypatch.setattr(port.module, limit, 8)
     monkeypatch.setattr(port.module, "HELLO_TIMEOUT_S", 1.0)
     with ExitStack() as stack:
         crowd = [stack.enter_context(port.connect()) for _ in range(20)]
-        assert is_closed_within(crowd[-1], 0.5), "more than the limit are listened to"
-        assert all(is_closed_within(each, 5.0) for each in crowd)
+        wait_until(lambda: re.search("8 (connections|others)", caplog.text) is not None, "a full port")
+        assert all(is_closed_within(each, WAIT_S) for each in crowd)
         assert port.serves()
 
 
