@@ -161,7 +161,7 @@ def test_too_little_memory_ends_the_job_with_code_2_and_both_numbers(
     spec = JobSpec(script=script, run_dir=tmp_path / "run", options=("--nnodes", "2", "--lease-ttl-s", "3"))
     with ExitStack() as stack:
         if limited_by == "RLIMIT_FSIZE":
-            limit = "ulimit -f 1024"  # blocks of 512 or 1,024 bytes
+            limit = "ulimit -f 100000"  # blocks of 512 or 1,024 bytes: above the self-test's 32 MiB
             expected = "RLIMIT_FSIZE allows"
         else:
             group = make_cgroup(512 << 20)
