@@ -55,7 +55,7 @@ RIGHT = {"ca": "ca.crt", "cert": "client.crt", "key": "client.key"}
     ("files", "password", "code", "says"),
     [
         ({**RIGHT, "ca": "other-ca.crt"}, "secret", 5, "Check the TLS files"),
-        ({"ca": "ca.crt"}, "secret", 5, "Check the TLS files"),
+        pytest.param({"ca": "ca.crt"}, "secret", 5, "Check the TLS files", marks=pytest.mark.full),
         (RIGHT, "wrong", 5, "Check user and password"),
         ({**RIGHT, "key": "server.key", "ca": "README.md"}, "", 2, "cannot be used as an authority"),
     ],

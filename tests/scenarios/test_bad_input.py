@@ -95,7 +95,11 @@ def test_etcd_that_does_not_answer_ends_with_code_5(tmp_path: Path) -> None:
         ("data=iter([1, 2])", "a bare iterator"),
         ("data=object()", "state_dict"),
         ("data=torch.utils.data.DataLoader([1, 2])", "StatefulDataLoader"),
-        ("counter=Stateful(len)", "counter.state_dict()['inner'][0] is a builtins.builtin_function"),
+        pytest.param(
+            "counter=Stateful(len)",
+            "counter.state_dict()['inner'][0] is a builtins.builtin_function",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_state_that_cannot_be_protected_ends_the_job_at_once_with_code_2(
