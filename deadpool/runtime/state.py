@@ -145,7 +145,7 @@ class StateKeeper:
         """Copy the state at this boundary into `bank`: the blob now, the tensors in the background.
 
         Raises:
-            LayoutMismatch: a tensor moved, or the blob outgrew its place; nothing was captured.
+            LayoutMismatch: a buffer changed shape, or the blob outgrew its place; nothing was captured.
             IntegrationError: the blob holds something that cannot be stored any more.
         """
         assert self._segment is not None and self._capture is not None

@@ -76,9 +76,7 @@ def build_blob(
         },
         "fsdp": {name: fsdp.read_flags(states) for name, states in state.fsdp},
         "adapters": {name: dict(adapter.read()) for name, adapter in state.adapters},
-        "training": {
-            name: bytes(module.training for module in model.modules()) for name, model in state.models
-        },
+        "training": {name: bytes(module.training for module in modules) for name, modules in state.modules},
     }
     tree = {
         "version": BLOB_VERSION,

@@ -181,8 +181,8 @@ def _restore_groups(name: str, optimizer: torch.optim.Optimizer, groups: list[di
 
 
 def _restore_modes(state: TrainingState, modes: dict[str, bytes]) -> None:
-    for name, model in state.models:
-        for module, is_training in zip(model.modules(), modes[name], strict=True):
+    for name, modules in state.modules:
+        for module, is_training in zip(modules, modes[name], strict=True):
             module.training = bool(is_training)
 
 

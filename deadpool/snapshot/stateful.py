@@ -51,6 +51,7 @@ class TrainingState:
     derived: tuple[DerivedTensor, ...]
     params: tuple[tuple[str, nn.Parameter], ...]  # trainable; their gradients are dropped at a restore
     models: tuple[tuple[str, nn.Module], ...]
+    modules: tuple[tuple[str, tuple[nn.Module, ...]], ...]  # of each model, itself included
     optimizers: tuple[tuple[str, torch.optim.Optimizer], ...]
     scalars: tuple[
         tuple[str, dict[str, Any], str], ...
@@ -202,6 +203,7 @@ class _Collector:
             derived=tuple(self._derived),
             params=tuple(self._params.items()),
             models=tuple(self._models),
+            modules=tuple((key, tuple(model.modules())) for key, model in self._models),
             optimizers=(*self._optimizers, *self._adapted_optimizers),
             scalars=tuple(self._scalars),
             objects=tuple(self._objects),
