@@ -22,6 +22,10 @@ from deadpool.runtime.timeline import Timeline
 logger = logging.getLogger(__name__)
 
 STALL_COLLECT_S = 1.0  # how long hosts may take to answer a StallQuery
+STALL_AGAIN_S = 2.0
+"""A stall in which nobody is to blame yet is looked into again after this, and not before: every host answers
+every look, and some say on their own what was asked of all.
+"""
 
 
 class LeadershipLost(Exception):
@@ -35,6 +39,13 @@ class _Stall:
     generation: int
     deadline_s: float
     reports: dict[int, progress.RankProgress]
+
+    def is_like(self, later: _Stall) -> bool:
+        """Whether some rank has not finished a step since."""
+        return any(
+            rank in later.reports and later.reports[rank].finished_step == report.finished_step
+            for rank, report in self.reports.items()
+        )
 
 
 class Leader:
@@ -71,6 +82,9 @@ class Leader:
         self._published: View | None = None
         self._silences: dict[MemberId, set[MemberId]] = {}
         self._stall: _Stall | None = None
+        self._stall_again_s = 0.0  # no new look at a stall before
+        self._lasting: _Stall | None = None  # the first look at a stall that goes on
+        self._odd_calls = ""
         self.ended: tuple[int, str] | None = None
 
     @property
@@ -149,8 +163,10 @@ class Leader:
         if view is None or generation != view.generation:
             return
         if self._stall is None or self._stall.generation != generation:
-            self._stall = _Stall(generation, time.monotonic() + STALL_COLLECT_S, {})
-            self._query_stall(generation)
+            if time.monotonic() < self._stall_again_s:
+                return
+            self._look_into_stall(generation)
+        assert self._stall is not None
         for report in reports:
             self._stall.reports[report.rank] = report
         if len(self._stall.reports) == view.world_size:
@@ -163,21 +179,33 @@ class Leader:
         self._feed(membership.StoreReturned(now_s=time.monotonic()))
 
     def tick(self) -> None:
-        if self._stall is not None and time.monotonic() > self._stall.deadline_s:
+        now_s = time.monotonic()
+        if self._stall is not None and now_s > self._stall.deadline_s:
             self._judge_stall()
+        elif self._stall is None and self._lasting is not None and now_s >= self._stall_again_s:
+            self._look_into_stall(self._lasting.generation)
         self._feed(membership.Tick(now_s=time.monotonic()))
+
+    def _look_into_stall(self, generation: int) -> None:
+        """Ask every host; those that answer in time are judged together."""
+        self._stall = _Stall(generation, time.monotonic() + STALL_COLLECT_S, {})
+        self._query_stall(generation)
 
     def _judge_stall(self) -> None:
         stall, self._stall = self._stall, None
+        first, self._lasting = self._lasting, None
         view = self._state.view
         if stall is None or view is None or stall.generation != view.generation:
             return
+        self._stall_again_s = time.monotonic() + STALL_AGAIN_S
         reports = tuple(stall.reports.values())
         culprits = progress.find_culprits(reports)
         if culprits:
             self._log.emit("progress.culprit", generation=view.generation, ranks=list(culprits))
-        elif odd := progress.find_odd_calls(reports):
-            self._log.emit("progress.odd_calls", generation=view.generation, calls=odd)
+        else:
+            first = first if first is not None and first.generation == stall.generation else stall
+            self._lasting = first if first.is_like(stall) else None
+            self._note_odd_calls(progress.find_odd_calls(reports), view.generation)
         for rank in culprits:
             report = stall.reports[rank]
             why = "its process is stopped" if report.tick_frozen else "it did not join a collective"
@@ -191,6 +219,11 @@ class Leader:
                     detail=f"no progress while others wait: {why}",
                 )
             )
+
+    def _note_odd_calls(self, odd: str, generation: int) -> None:
+        if odd and odd != self._odd_calls:
+            self._log.emit("progress.odd_calls", generation=generation, calls=odd)
+        self._odd_calls = odd
 
     def _note_lost(self, member: MemberId, how: str) -> None:
         view = self._state.view

@@ -12,6 +12,7 @@ from deadpool.core.progress import HandleProgress, RankProgress
 from deadpool.core.types import Ack, Fault, FaultKind, Inventory, MemberId, Name, Phase, RankCopies, View
 from deadpool.errors import StoreUnavailable
 from deadpool.events import EventLog
+from deadpool.runtime import leader as leader_module
 from deadpool.runtime.leader import Leader, LeadershipLost
 from tests.unit.runtime.support import Job, make_member, open_log, read_events
 
@@ -220,9 +221,9 @@ def test_a_fault_of_an_older_generation_changes_nothing(lead: Lead) -> None:
 # ---- stalls --------------------------------------------------------------------------------------------
 
 
-def _progress(rank: int, issued: int, *, frozen: bool = False) -> RankProgress:
+def _progress(rank: int, issued: int, *, frozen: bool = False, step: int = 8) -> RankProgress:
     handle = HandleProgress(name_hash=1, issued=issued, completed=issued - 1)
-    return RankProgress(rank=rank, tick_frozen=frozen, finished_step=8, handles=(handle,))
+    return RankProgress(rank=rank, tick_frozen=frozen, finished_step=step, handles=(handle,))
 
 
 def test_of_a_stall_every_host_is_asked_once_and_who_others_wait_for_is_replaced(
@@ -244,6 +245,38 @@ def test_a_stall_without_a_culprit_changes_nothing(lead: Lead) -> None:
     leading = lead("c")
     leading.run()
     leading.leader.stalled(1, (_progress(0, issued=20), _progress(1, issued=20)))
+    assert leading.phase() is Phase.RUNNING
+
+
+def test_answers_that_come_late_start_no_other_round_of_questions(lead: Lead) -> None:
+    leading = lead("c")
+    leading.run()
+    stuck_together = (_progress(0, issued=20), _progress(1, issued=20))
+    for _ in range(5):
+        leading.leader.stalled(1, stuck_together)
+    assert leading.queried == [1]
+
+
+def test_a_stall_is_looked_into_again_while_it_lasts(lead: Lead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader_module, "STALL_AGAIN_S", 0.0)
+    leading = lead("c")
+    leading.run()
+    leading.leader.stalled(1, (_progress(0, issued=20), _progress(1, issued=20)))
+    leading.leader.tick()
+    assert leading.queried == [1, 1]
+    leading.leader.stalled(1, (_progress(0, issued=21), _progress(1, issued=20)))
+    assert leading.view.slots == ("a", "c"), "the one that the other waits for by now is replaced"
+
+
+def test_a_stall_that_is_over_is_not_looked_into_again(lead: Lead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader_module, "STALL_AGAIN_S", 0.0)
+    leading = lead("c")
+    leading.run()
+    leading.leader.stalled(1, (_progress(0, issued=20), _progress(1, issued=20)))
+    leading.leader.tick()
+    leading.leader.stalled(1, (_progress(0, issued=20, step=9), _progress(1, issued=20, step=9)))
+    leading.leader.tick()
+    assert leading.queried == [1, 1]
     assert leading.phase() is Phase.RUNNING
 
 
