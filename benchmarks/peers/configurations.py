@@ -89,6 +89,8 @@ def _plain(name: str, out: Path) -> list[Process]:
 def _deadpool(name: str, out: Path) -> list[Process]:
     command = [PYTHON, "-m", "deadpool", "run", "--standalone", "--nnodes", "2", "--spares", "1"]
     command += ["--run-dir", str(out / "deadpool"), "--events", str(out / "deadpool.jsonl")]
+    if "idle" in name:
+        command += ["--progress-timeout-s", str(10 * IDLE_S)]
     command += [str(HERE / "train_deadpool.py")]
     return [Process(name="job", command=command, environment=_own_environment(name))]
 
