@@ -65,14 +65,15 @@ class EtcdStore(MembershipStore):
             "use 3.5.6 or newer, or 3.4.22 or newer"
         )
 
-    def connect(self) -> None:
+    def connect(self, timeout_s: float | None = None) -> None:
+        """Reach the store; `timeout_s` is for callers that have more time, or less, than a command has."""
         self._connection.config.check()
 
         def probe(rpc: Rpc) -> str:
             rpc.kv.Range(to_range_request(KeyRange(start=_PROBE_KEY)))  # linearizable: proves a quorum
             return str(rpc.maintenance.Status(etcdrpc.StatusRequest()).version)
 
-        timeout_s = min(_CONNECT_S, self._connection.config.call_timeout_s)
+        timeout_s = timeout_s or min(_CONNECT_S, self._connection.config.call_timeout_s)
         self._server_version = self._connection.call("connect", probe, timeout_s=timeout_s)
 
     def close(self) -> None:

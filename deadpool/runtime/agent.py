@@ -67,6 +67,7 @@ from deadpool.store.host_memory import HostMemoryStore
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
 STOP_WORKERS_S = 5.0
+START_STORE_S = 10.0  # an election of etcd, or a handshake while every core of this host is busy
 START_TIMEOUT_S = 300.0  # imports of the workers on a slow file system
 
 
@@ -167,7 +168,7 @@ class Agent:
 
     def _start(self) -> None:
         config = self.config
-        self.store_client.connect()
+        self.store_client.connect(START_STORE_S)
         self._token = claim_token(self.registry, config, self._run_id, self._token, self.host_label)
         self.workforce.start(config.job.nproc_per_node)
         self._start_servers()

@@ -245,7 +245,7 @@ def _tls_options(config: EtcdConfig) -> list[str]:
 def run_etcdctl(endpoint: str, *arguments: str) -> bytes:
     program = str(Path(find_etcd()).with_name("etcdctl"))
     command = [program, "--endpoints", endpoint, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, timeout=10).stdout
+    return subprocess.run(command, check=True, capture_output=True, timeout=30).stdout
 
 
 class Backend(ABC):
