@@ -1,5 +1,6 @@
-"""`python -m deadpool.runtime.agent_main`: the agent process of one host of a standalone run."""
+"""`python -m deadpool.runtime.agent_main`: the agent process of one host, started by a launcher of ours."""
 
+import hashlib
 import sys
 
 from deadpool.runtime.agent_process import run_agent
@@ -7,4 +8,6 @@ from deadpool.runtime.launch import agent_handover
 
 if __name__ == "__main__":
     config, run_dir, host, token = agent_handover()
-    sys.exit(run_agent(config, run_dir, host, token, run_id=token))
+    # Equal on all hosts of a launch; not the token itself, as the events that carry it may be read by others.
+    run_id = hashlib.sha256(token.encode()).hexdigest()[:16]
+    sys.exit(run_agent(config, run_dir, host, token, run_id=run_id))

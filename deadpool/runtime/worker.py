@@ -303,6 +303,10 @@ def main() -> int:
     die_with_parent(handover["parent"])
     bind_forked_children()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle
+    # So is SIGTERM, which schedulers send to every process of a job. Not SIG_IGN: programs that the script
+    # starts would inherit that.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.siginterrupt(signal.SIGTERM, False)
     sock = socket.socket(fileno=handover["message_fd"])
     channel: Channel[AgentToWorker] = Channel(sock, AgentToWorker)
     config = Config.from_bytes(bytes.fromhex(handover["config"]))
