@@ -35,6 +35,9 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "store.reachable": "The control plane answers again; seconds it was away.",
         "leader.elected": "This agent leads; term.",
         "leader.lost": "This agent no longer leads; term.",
+        "growth.begin": "No spare is left, another host is asked for; command.",
+        "growth.done": "The command that brings a host has ended well.",
+        "growth.failed": "No host was brought; reason. It is tried again later.",
         "view.published": "The leader published a View; phase, slots, joining, leaving, reason.",
         "view.adopted": "This agent obeys a View; phase, reason.",
         # Workers
@@ -91,6 +94,8 @@ _CONSOLE: Mapping[str, str] = MappingProxyType(
         "progress.odd_calls": "no step for long; ranks wait in different collectives: {calls}",
         "snapshot.degraded": "degraded: {reason}",
         "snapshot.protected": "protected again up to step {step}",
+        "growth.begin": "no spare is left, asking for another host",
+        "growth.failed": "no host was brought: {reason}",
         "checkpoint.complete": "checkpoint of step {step} complete: {path}",
         "recovery.done": "recovered in {seconds:.2f} s from {source}: back to step {rollback_step}, "
         "{lost_steps} lost",

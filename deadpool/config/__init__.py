@@ -70,6 +70,9 @@ class MembershipConfig:
         flag="--spare-wait-s",
         at_least=0,
     )
+    grow_command: str = _setting(
+        "", "Command that brings another host when no spare is left.", flag="--grow-command"
+    )
     suspect_s: float = _setting(
         2.0, "How long a fault waits for a confirmed death before all members are tried again.", at_least=0
     )
@@ -143,6 +146,9 @@ class CheckpointConfig:
         "Steps between checkpoints; 0: only when the job ends early.",
         flag="--checkpoint-every",
         at_least=0,
+    )
+    grace_s: float = _setting(
+        10.0, "Time to write the newest snapshot after SIGTERM.", flag="--grace-s", at_least=0
     )
 
 

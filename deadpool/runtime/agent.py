@@ -160,6 +160,7 @@ class Agent:
                 begun=lambda: self.peers.stop_judging(),
                 summarise=self._summarise,
             ),
+            config.checkpoint.grace_s,
         )
         self.waits = LongWaits(config, self.log, self.workforce)
         self.stalls = Stalls(self.id, config.liveness, self.workforce, self.log)
@@ -351,6 +352,7 @@ class Agent:
             self.peers.close()
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()
+        self.leadership.close()
         self.workforce.stop_all(STOP_WORKERS_S)
         if self._has_servers:
             self.servers.close()

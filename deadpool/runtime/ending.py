@@ -16,7 +16,6 @@ from deadpool.runtime.result import write_result
 from deadpool.runtime.workforce import Worker, WorkerState, Workforce
 
 STORE_LIMIT_S = 300.0  # without etcd during a recovery
-FLUSH_LIMIT_S = 10.0  # SIGTERM: Slurm and Kubernetes kill 30 s after it
 
 
 class AgentEnd(Exception):
@@ -58,10 +57,16 @@ class Ending:
         workforce: workers of this host.
         log: event log.
         callbacks: see EndingCallbacks.
+        grace_s: how long SIGTERM may be used to make the last protected step durable.
     """
 
     def __init__(
-        self, run_dir: Path, workforce: Workforce, log: EventLog, callbacks: EndingCallbacks
+        self,
+        run_dir: Path,
+        workforce: Workforce,
+        log: EventLog,
+        callbacks: EndingCallbacks,
+        grace_s: float,
     ) -> None:
         self.view: View | None = None  # the last one
         self.signal = 0
@@ -73,6 +78,7 @@ class Ending:
         self._workforce = workforce
         self._log = log
         self._callbacks = callbacks
+        self._grace_s = grace_s
         self._codes: dict[int, int] = {}
 
     @property
@@ -132,7 +138,7 @@ class Ending:
             raise AgentEnd(int(ExitCode.INTERRUPTED), "Ctrl-C")
         now_s = time.monotonic()
         if not self._flush_by_s:
-            self._flush_by_s = now_s + FLUSH_LIMIT_S
+            self._flush_by_s = now_s + self._grace_s
             self._callbacks.begun()
         protected = self._callbacks.protected()
         if protected is not None and (self._flushed is None or protected > self._flushed):

@@ -88,6 +88,10 @@ class Leader:
         self.ended: tuple[int, str] | None = None
 
     @property
+    def state(self) -> membership.State:
+        return self._state
+
+    @property
     def view(self) -> View | None:
         return self._state.view
 

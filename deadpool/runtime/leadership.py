@@ -17,6 +17,7 @@ from deadpool.events import EventLog
 from deadpool.membership.records import Term
 from deadpool.membership.registry import Registry
 from deadpool.membership.store import Lease
+from deadpool.runtime.growth import Growth
 from deadpool.runtime.leader import Leader, LeadershipLost
 from deadpool.runtime.messages import Silent
 from deadpool.runtime.writer import RegistryWriter
@@ -57,6 +58,7 @@ class Leadership:
         self._log = log
         self._query_stall = query_stall
         self._find_checkpoint = find_checkpoint
+        self._growth = Growth(config.membership.grow_command, config.job.spares > 0, log)
         self._next_try_s = 0.0
         self._silence: dict[MemberId, set[MemberId]] = {}  # of leaders: member -> who observed it
 
@@ -64,6 +66,7 @@ class Leadership:
         """Lead on, or campaign if nobody leads."""
         if self.leader is not None:
             self.act(lambda leader: leader.tick())
+            self.act(lambda leader: self._growth.tick(leader.state))
             return
         now_s = time.monotonic()
         if now_s < self._next_try_s or self.leader_id not in ("", self._member):
@@ -112,6 +115,10 @@ class Leadership:
                 message.generation, "eviction of the leader", lambda: self._registry.evict(member)
             )
 
+    def close(self) -> None:
+        """End what was started for the job."""
+        self._growth.close()
+
     def _campaign(self, lease: Lease) -> None:
         term = self._registry.campaign(self._member, lease)
         if term is None:
@@ -136,6 +143,7 @@ class Leadership:
         if self.leader is not None:
             self._log.emit("leader.lost", term=self.leader.term, reason=why)
             self.leader = None
+            self._growth.close()  # the next leader asks anew
             self._next_try_s = time.monotonic() + RETRY_S
 
 
