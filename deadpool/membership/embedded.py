@@ -44,7 +44,7 @@ _PORT_TRIES = 200
 
 # Runs in the child between fork and exec. Not a preexec_fn: Python code in a fork of a process with threads
 # can deadlock. The parent may have died before prctl took effect, hence the second look at it.
-_EXEC_BOUND_TO_PARENT = """
+EXEC_BOUND_TO_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
@@ -155,7 +155,7 @@ class EmbeddedEtcd:
     def _launch(self, program: str, ports: list[int]) -> None:
         client_url, peer_url = (f"http://127.0.0.1:{port}" for port in ports)
         command = [
-            *(sys.executable, "-I", "-S", "-c", _EXEC_BOUND_TO_PARENT, str(os.getpid())),
+            *(sys.executable, "-I", "-S", "-c", EXEC_BOUND_TO_PARENT, str(os.getpid())),
             *(program, "--name", self._name, "--data-dir", str(self._data_dir / "etcd-data")),
             *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
             *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),

@@ -28,6 +28,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 0
     phase: str = ""
     pids: tuple[int, ...] = ()
+    members: tuple[MemberId, ...] = ()
 
 
 def write_result(run_dir: Path, view: View, pids: list[int]) -> None:
@@ -38,6 +39,7 @@ def write_result(run_dir: Path, view: View, pids: list[int]) -> None:
         generation=view.generation,
         phase=view.phase.value,
         pids=tuple(pids),
+        members=view.slots,
     )
     write_json(run_dir / "result.json", msgspec.to_builtins(result))
 

@@ -25,9 +25,11 @@ DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "plugins" / "README.md",
+    ROOT / "slurm" / "README.md",
 ]
 USER_DOCUMENTS = [path for path in DOCUMENTS if "adr" not in path.parts and path.name != "CONTRIBUTING.md"]
 OTHER_PROGRAMS = {"--no-build-isolation"}
+SLURM_OPTIONS = {"--no-kill", "--no-requeue", "--nodes", "--signal"}
 """Flags that documents name and that are not ours."""
 
 TEST_SWITCHES = "DEADPOOL_NO_SKIP"
@@ -53,11 +55,20 @@ def command_group() -> Any:
     return typer.main.get_command(cli._app)
 
 
-def options_of(verb: str) -> set[str]:
-    group = command_group()
-    assert verb in group.commands, f"there is no `deadpool {verb}`"
-    parameters = group.commands[verb].params
-    return {"--help"} | {name for each in parameters for name in (*each.opts, *each.secondary_opts)}
+def options_of(words: list[str]) -> set[str]:
+    """Options of the command that `words` begin with, such as `status` or `slurm grow`."""
+    command = command_group()
+    while hasattr(command, "commands"):
+        assert words and words[0] in command.commands, f"there is no `deadpool {shlex.join(words)}`"
+        command, words = command.commands[words[0]], words[1:]
+    return all_options(command)
+
+
+def all_options(command: Any) -> set[str]:
+    """Options of a command, and of those below it."""
+    below = set().union(*map(all_options, getattr(command, "commands", {}).values()))
+    own = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+    return {"--help"} | own | below
 
 
 def reported_fields() -> set[str]:
@@ -86,7 +97,7 @@ def test_deadpool_commands_in_documents_exist_with_their_options(document: Path)
     for command in commands_in(document):
         if command[0] != "deadpool" or len(command) < 2:
             continue
-        known = options_of(command[1])
+        known = options_of(command[1:])
         for word in command[2:]:
             if word.endswith(".py"):  # from here on it belongs to the script
                 break
@@ -111,6 +122,11 @@ def test_every_exit_code_is_documented_and_no_other() -> None:
     table = (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8")
     documented = {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
     assert documented == {int(code) for code in ExitCode}
+
+
+def test_slurm_readme_shows_every_exit_code() -> None:
+    table = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)} == {*map(int, ExitCode)}
 
 
 def shown(value: object) -> str:
@@ -151,8 +167,8 @@ def inline_code(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("document", USER_DOCUMENTS, ids=is_named)
 def test_flags_in_running_text_exist(document: Path) -> None:
-    known = set().union(*(options_of(verb) for verb in command_group().commands))
-    known |= OTHER_PROGRAMS
+    known = set().union(*map(all_options, command_group().commands.values()))
+    known |= OTHER_PROGRAMS | SLURM_OPTIONS
     named = {word for code in inline_code(document) for word in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)}
     assert named - known == set()
 

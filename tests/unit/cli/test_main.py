@@ -42,7 +42,9 @@ def test_the_verbs_are_shown_and_no_others() -> None:
     done = deadpool("--help")
     assert done.returncode == 0
     commands = done.stdout.partition("Commands:")[2].split("\n")
-    assert [line.split()[0] for line in commands if line.strip()] == ["run", "verify", "status", "inject"]
+    assert [line.split()[0] for line in commands if line.strip()] == [
+        *("run", "verify", "status", "inject", "doctor", "slurm")
+    ]
 
 
 def test_the_version_is_shown() -> None:

@@ -30,7 +30,12 @@ def test_a_result_reads_back_as_it_was_written(tmp_path: Path) -> None:
     view = make_view(["a", "b"], Phase.FINISHED, generation=4)
     write_result(tmp_path, view, [11, 12])
     assert read_result(tmp_path) == RunResult(
-        exit_code=0, reason="The test says so.", generation=4, phase="finished", pids=(11, 12)
+        exit_code=0,
+        reason="The test says so.",
+        generation=4,
+        phase="finished",
+        pids=(11, 12),
+        members=("a", "b"),
     )
 
 

@@ -1,0 +1,281 @@
+"""`deadpool doctor --slurm`: looks at a running allocation and says what to change.
+
+Facts are gathered first, each with a deadline and all at once where they come from other hosts; what follows
+from them is decided by `examine`, which is pure.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deadpool.cli.slurm import tools
+from deadpool.cli.slurm.job import read_job
+from deadpool.config import Config
+from deadpool.core.types import Phase
+from deadpool.errors import ConfigError, ExitCode, StoreUnavailable
+from deadpool.membership.etcd import EtcdStore
+from deadpool.membership.registry import Registry
+from deadpool.runtime.endpoints import etcd_config
+
+TOOL_LIMIT_S = 3.0
+DIAL_LIMIT_S = 1.0
+DIALS_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The outcome of one check."""
+
+    subject: str
+    is_good: bool
+    text: str  # what was seen, and what to change if it is not good
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What was seen of an allocation and of the job in it. None and "": could not be seen."""
+
+    job: Mapping[str, str]  # as scontrol shows it
+    script: str = ""  # the batch script
+    scheduler: str = ""  # SchedulerParameters
+    config: Config | None = None  # of the job, once `prepare` has run
+    etcd_version: str | None = None
+    etcd_problem: str = ""
+    spares_left: int | None = None  # None: the job has not formed, or could not be asked
+    unreachable: tuple[str, ...] = ()  # host:port of agents that do not accept connections from here
+    asked: int = 0  # ports of agents that were dialled
+    own_address: str = ""  # what the host name resolves to here
+    interfaces: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def doctor_command(
+    run: Path | None, slurm_id: str | None, environment: Mapping[str, str] = os.environ
+) -> int:
+    """Print the findings; returns 0 if there is nothing to change, else 2.
+
+    Args:
+        run: folder that `deadpool slurm prepare` printed; None: looked for below the current folder.
+        slurm_id: Slurm's job id; None: that of the allocation we are in.
+        environment: of this process.
+
+    Raises:
+        ConfigError: no job is named, and this is none.
+    """
+    slurm_id = slurm_id or environment.get("SLURM_JOB_ID")
+    if slurm_id is None and run is not None:
+        slurm_id = read_job(run).slurm_id
+    if slurm_id is None:
+        raise ConfigError(["call it inside an allocation, or name the job: --job ID"])
+    run = run or next(Path().glob(f"deadpool-runs/*/slurm-{slurm_id}/slurm.json"), Path("/")).parent
+    findings = examine(gather(run if (run / "slurm.json").exists() else None, slurm_id, environment))
+    for finding in findings:
+        print(f"{'ok    ' if finding.is_good else 'change'}  {finding.subject}: {finding.text}")
+    return 0 if all(finding.is_good for finding in findings) else int(ExitCode.BAD_INPUT)
+
+
+def gather(run: Path | None, slurm_id: str, environment: Mapping[str, str]) -> Facts:
+    """Look at everything; what cannot be seen is left out, except the job itself.
+
+    Raises:
+        SlurmFailed: slurmctld does not tell of this job.
+    """
+    job = tools.fields_of(
+        tools.call("scontrol", "show", "job", "--oneliner", slurm_id, timeout_s=TOOL_LIMIT_S)
+    )
+    config = None if run is None else read_job(run).decode_config()
+    seen = _Cluster(config)
+    return Facts(
+        job=job,
+        script=_or_nothing("scontrol", "write", "batch_script", slurm_id, "-"),
+        scheduler=_scheduler_parameters(),
+        config=config,
+        etcd_version=seen.etcd_version,
+        etcd_problem=seen.problem,
+        spares_left=seen.spares_left,
+        unreachable=seen.unreachable,
+        asked=seen.asked,
+        own_address=_own_address(),
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        environment=environment,
+    )
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """What the facts mean."""
+    return [
+        *_examine_allocation(facts),
+        *_examine_spares(facts),
+        *_examine_network(facts),
+        *_examine_etcd(facts),
+    ]
+
+
+def _check(subject: str, is_good: bool, good: str, bad: str) -> Finding:
+    return Finding(subject=subject, is_good=is_good, text=good if is_good else bad)
+
+
+def _examine_allocation(facts: Facts) -> Iterable[Finding]:
+    options = " ".join(re.findall(r"^#SBATCH\s+([^#\n]*)", facts.script, re.MULTILINE))
+    if not facts.script:
+        yield _check("no-kill", True, "the batch script cannot be read: make sure it has --no-kill", "")
+    else:
+        yield _check(
+            "no-kill",
+            re.search(r"(^|\s)(--no-kill|-k)(\s|$)", options) is not None,
+            "a dead node does not end the job",
+            "the first dead node ends the whole job: add `#SBATCH --no-kill`, unless sbatch was given it",
+        )
+        yield _check(
+            "signal",
+            re.search(r"(^|\s)--signal[=\s](?!B:)", options) is not None,
+            "the agents are warned before the time is up",
+            "the newest step is not saved before the time is up: add `#SBATCH --signal=TERM@120`, without "
+            "`B:`, which would tell the batch script only",
+        )
+    yield _check(
+        "requeue",
+        facts.job.get("Requeue") == "0",
+        "Slurm does not start the job anew by itself",
+        "Slurm may start the whole job anew when a node fails: add `#SBATCH --no-requeue`",
+    )
+    limit = facts.job.get("TimeLimit", "UNLIMITED")
+    yield _check(
+        "time",
+        limit != "UNLIMITED",
+        f"limit {limit}",
+        "no limit: a job that is stuck stays for ever; add `#SBATCH --time`",
+    )
+
+
+def _examine_spares(facts: Facts) -> Iterable[Finding]:
+    if facts.config is None:
+        return
+    wanted, left = facts.config.job.spares, facts.spares_left
+    grows = bool(facts.config.membership.grow_command)
+    has_some = wanted > 0 or grows if left is None else left > 0
+    text = f"{wanted} asked for; the job has not formed yet" if left is None else f"{left} of {wanted} left"
+    remedy = "the next loss stops the job: `deadpool slurm grow`, or submit it with more spares"
+    yield _check("spares", has_some, text, f"{text}; {remedy}")
+    if grows:
+        yield _check(
+            "growth",
+            "permit_job_expansion" in facts.scheduler,
+            "Slurm lets jobs expand",
+            "--grow is on and Slurm lets no job expand: ask for SchedulerParameters=permit_job_expansion",
+        )
+
+
+def _examine_network(facts: Facts) -> Iterable[Finding]:
+    if facts.asked:
+        yield _check(
+            "ports",
+            not facts.unreachable,
+            f"{facts.asked} ports of agents answer",
+            f"no connection from here to {', '.join(facts.unreachable)}: open the ports between the nodes, "
+            "or give --address",
+        )
+    interface = facts.environment.get("GLOO_SOCKET_IFNAME", "")
+    if interface:
+        yield _check(
+            "interface",
+            interface in facts.interfaces,
+            f"GLOO_SOCKET_IFNAME={interface}",
+            f"GLOO_SOCKET_IFNAME={interface} is no interface of this node: {', '.join(facts.interfaces)}",
+        )
+    else:
+        text = f"this node's name resolves to {facts.own_address or 'nothing'}"
+        yield _check(
+            "interface",
+            bool(facts.own_address) and not facts.own_address.startswith("127."),
+            text,
+            f"{text}, and gloo tells other nodes to come there: set GLOO_SOCKET_IFNAME to one interface",
+        )
+
+
+def _examine_etcd(facts: Facts) -> Iterable[Finding]:
+    if facts.config is None:
+        return
+    where = ", ".join(facts.config.membership.etcd)
+    yield _check(
+        "etcd",
+        facts.etcd_version is not None and not facts.etcd_problem,
+        f"version {facts.etcd_version} at {where}",
+        f"{where}: {facts.etcd_problem}"
+        + ("; name another program by DEADPOOL_ETCD_BIN" if facts.etcd_version else ""),
+    )
+
+
+class _Cluster:
+    """What etcd and the agents say."""
+
+    def __init__(self, config: Config | None) -> None:
+        self.etcd_version: str | None = None
+        self.problem = ""
+        self.spares_left: int | None = None
+        self.unreachable: tuple[str, ...] = ()
+        self.asked = 0
+        if config is not None:
+            self._ask(config)
+
+    def _ask(self, config: Config) -> None:
+        store = EtcdStore(etcd_config(config.membership))
+        try:
+            store.connect()
+            self.etcd_version, self.problem = store.server_version, store.version_warning
+            registry = Registry(store, config.job.job_id)
+            members = registry.members()
+            view, _ = registry.view()
+        except StoreUnavailable as error:
+            self.problem = str(error)
+            return
+        finally:
+            store.close()
+        if view is not None and view.phase not in (Phase.FORMING, Phase.FINISHED, Phase.HALTED):
+            self.spares_left = len([member for member in members if member.id not in view.slots])
+        ports = [
+            (member.address, port)
+            for member in members
+            for port in (member.control_port, member.data_port, member.rendezvous_port)
+        ]
+        self.asked = len(ports)
+        with ThreadPoolExecutor(DIALS_AT_ONCE) as pool:
+            answers = pool.map(_answers, ports)
+        self.unreachable = tuple(
+            f"{host}:{port}" for (host, port), answer in zip(ports, answers, strict=True) if not answer
+        )
+
+
+def _answers(address: tuple[str, int]) -> bool:
+    try:
+        with socket.create_connection(address, timeout=DIAL_LIMIT_S):
+            return True
+    except OSError:
+        return False
+
+
+def _own_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def _scheduler_parameters() -> str:
+    for line in _or_nothing("scontrol", "show", "config").splitlines():
+        if line.startswith("SchedulerParameters"):
+            return line
+    return ""
+
+
+def _or_nothing(*command: str) -> str:
+    try:
+        return tools.call(*command, timeout_s=TOOL_LIMIT_S)
+    except tools.SlurmFailed:
+        return ""

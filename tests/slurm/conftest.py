@@ -1,0 +1,202 @@
+"""The rig of the Slurm tests: our own Slurm, the template filled in as by a user, a run to compare with."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool.cli.compare import compare_runs
+from deadpool.cli.rundir import read_digests
+from deadpool.cli.slurm.template import job_template
+from deadpool.testing.cluster import Event, Job, JobSpec, run_to_end
+from tests.slurm.cluster import Cluster, wait_until, why_not
+
+TOY = Path(__file__).parents[1] / "scenarios" / "toy.py"
+ACTIVE = 3
+GONE_S = 15.0  # after the end, the job has left the queue
+TIMEOUT_S = 300
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == FOLDER and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
+class Submitted:
+    """A job in the queue, and what it leaves in its folder."""
+
+    def __init__(self, cluster: Cluster, folder: Path, slurm_id: str) -> None:
+        self.cluster = cluster
+        self.slurm_id = slurm_id
+        self._folder = folder
+
+    @property
+    def run_dir(self) -> Path:
+        return next(self._folder.glob(f"deadpool-runs/*/slurm-{self.slurm_id}"))
+
+    @property
+    def records_dir(self) -> Path:
+        return self._folder / f"records-{self.slurm_id}"
+
+    def events(self) -> list[Event]:
+        paths = self._folder.glob(f"deadpool-runs/*/slurm-{self.slurm_id}/events-*.jsonl")
+        found = [
+            json.loads(line)
+            for path in paths
+            for line in path.read_text().splitlines(True)
+            if line[-1] == "\n"
+        ]
+        return sorted(found, key=lambda event: float(event["monotonic_s"]))
+
+    def named(self, name: str) -> list[Event]:
+        return [event for event in self.events() if event["event"] == name]
+
+    def wait_for(self, name: str, limit_s: float = 120.0, **fields: Any) -> Event:
+        """Wait for an event; a field that is a function must hold, another must be equal."""
+
+        def look() -> Event | None:
+            for event in self.named(name):
+                if all(
+                    want(event.get(key)) if callable(want) else event.get(key) == want
+                    for key, want in fields.items()
+                ):
+                    return event
+            if not self.cluster.is_in_queue(self.slurm_id):
+                raise AssertionError(f"no {name}, and the job has ended:\n{self.output}")
+            return None
+
+        try:
+            found = wait_until(look, name, limit_s)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.output}") from error
+        assert found is not None
+        return found
+
+    def wait_until_gone(self, limit_s: float = 120.0) -> dict[str, str]:
+        """Wait until the job has left the queue; returns what Slurm then says of it."""
+        try:
+            wait_until(lambda: not self.cluster.is_in_queue(self.slurm_id), "end of the job", limit_s)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.output}") from error
+        return self.cluster.show(self.slurm_id)
+
+    def check_gone_soon_after(self, phase: str) -> dict[str, str]:
+        """The job ends in this phase and leaves the queue within GONE_S; returns what Slurm then says."""
+        ended = self.wait_for("view.published", phase=phase)
+        shown = self.wait_until_gone()
+        seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - float(ended["monotonic_s"])
+        print(f"out of the queue {seconds:.1f} s after the end")
+        assert seconds <= GONE_S, self.output
+        return shown
+
+    def node_of(self, rank: int) -> str:
+        """Node on which a rank runs now."""
+        members = [json.loads(line) for line in (self.run_dir / "workers.jsonl").read_text().splitlines()]
+        return str([line["member"] for line in members if line["rank"] == rank][-1]).rpartition("-")[0]
+
+    def result(self) -> dict[str, Any]:
+        return dict(json.loads((self.run_dir / "result.json").read_text()))
+
+    @property
+    def output(self) -> str:
+        paths = [*self._folder.glob("*.out"), *self._folder.glob("deadpool-runs/*/*/*.log")]
+        return "\n".join(f"---- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
+
+
+class Rig:
+    """Fills in the template and submits it, and compares with runs that nothing disturbed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._undisturbed: dict[tuple[str, ...], Job] = {}
+
+    def write_script(
+        self,
+        folder: Path,
+        args: tuple[str, ...],
+        *,
+        spares: int = 1,
+        options: tuple[str, ...] = (),
+        active: int = ACTIVE,
+        sbatch: tuple[str, ...] = (),
+    ) -> Path:
+        """The template as a user would fill it in."""
+        text = job_template()
+        directives = "".join(
+            f"#SBATCH {line}\n" for line in (f"--nodes={active + spares}", "--time=10", *sbatch)
+        )
+        text = re.sub(r"#SBATCH --nodes=.*\n", "", text)
+        text = re.sub(r"#SBATCH --time=.*\n", directives, text)
+        text = text.replace("SPARES=1\n", f"SPARES={spares}\n")
+        given = ("--lease-ttl-s", "3", "--record-dir", '"records-$SLURM_JOB_ID"', *options)
+        text = re.sub(r"OPTIONS=\(\n.*?\n\)\n", f"OPTIONS=({' '.join(given)})\n", text, flags=re.DOTALL)
+        train = " ".join([str(TOY), *args])
+        text = re.sub(r"TRAIN=\(\n.*?\n\)\n", f"TRAIN=({train})\n", text, flags=re.DOTALL)
+        path = folder / "job.sbatch"
+        path.write_text(text)
+        return path
+
+    def submit(self, cluster: Cluster, folder: Path, args: tuple[str, ...], **keywords: Any) -> Submitted:
+        script = self.write_script(folder, args, **keywords)
+        return Submitted(cluster, folder, cluster.submit(script))
+
+    def undisturbed(self, args: tuple[str, ...], active: int = ACTIVE) -> Job:
+        key = (str(active), *args)
+        if key not in self._undisturbed:
+            spec = JobSpec(
+                script=TOY,
+                args=args,
+                options=("--nnodes", str(active)),
+                run_dir=self._folder / f"undisturbed-{len(self._undisturbed)}",
+            )
+            job, code = run_to_end(spec)
+            assert code == 0, job.output[-4000:]
+            self._undisturbed[key] = job
+        return self._undisturbed[key]
+
+    def check_identical(self, job: Submitted, args: tuple[str, ...], active: int = ACTIVE) -> None:
+        """Every recorded value and the final state equal the undisturbed run's, bit for bit."""
+        link = job.run_dir / "records"
+        if not link.exists():
+            link.symlink_to(job.records_dir)
+        found = compare_runs(self.undisturbed(args, active).run_dir, job.run_dir, active)
+        assert found.has_records
+        assert not found.differences, found.differences[:5]
+
+    def check_final_state(self, job: Submitted, args: tuple[str, ...], active: int = ACTIVE) -> None:
+        """Every tensor and every part of the small state is as undisturbed, bit for bit."""
+        undisturbed = read_digests(self.undisturbed(args, active).run_dir)
+        found = read_digests(job.run_dir)
+        for rank in range(active):
+            assert found[rank].final == undisturbed[rank].final
+            assert found[rank].blob == undisturbed[rank].blob
+
+
+@pytest.fixture(scope="session")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    return Rig(tmp_path_factory.mktemp("slurm"))
+
+
+StartCluster = Callable[..., Cluster]
+
+
+@pytest.fixture
+def start_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StartCluster]:
+    """Starts a Slurm that ends with the test."""
+    if reason := why_not():
+        pytest.skip(f"{request.node.name}: {reason}")
+    with ExitStack() as stack:
+
+        def start(n_nodes: int, **keywords: Any) -> Cluster:
+            return stack.enter_context(Cluster(tmp_path / "slurm", n_nodes, **keywords))
+
+        yield start

@@ -1,0 +1,39 @@
+"""A node dies under a running job: any node, and the one that runs the batch script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.slurm.conftest import StartCluster
+
+ARGS = ("--steps", "200", "--step-s", "0.1")
+STRIKE_AT = 20
+
+
+def test_a_lost_node_is_replaced_by_a_spare_and_the_job_completes(
+    rig: Any, start_cluster: StartCluster, tmp_path: Path
+) -> None:
+    cluster = start_cluster(4)
+    job = rig.submit(cluster, tmp_path, ARGS)
+    job.wait_for("snapshot.committed", step=lambda step: step >= STRIKE_AT)
+    victim = next(job.node_of(rank) for rank in range(3) if job.node_of(rank) != "n1")
+    cluster.kill_node(victim)
+    job.wait_for("recovery.done")
+    shown = job.check_gone_soon_after("finished")
+    assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), job.output
+    rig.check_identical(job, ARGS)
+
+
+def test_the_job_outlives_its_batch_host_and_leaves_the_queue(
+    rig: Any, start_cluster: StartCluster, tmp_path: Path
+) -> None:
+    cluster = start_cluster(4)
+    job = rig.submit(cluster, tmp_path, ARGS)
+    job.wait_for("snapshot.committed", step=lambda step: step >= STRIKE_AT)
+    assert cluster.show(job.slurm_id)["BatchHost"] == "n1"
+    cluster.kill_node("n1")
+    shown = job.check_gone_soon_after("finished")
+    assert shown["JobState"] == "CANCELLED", job.output
+    assert job.result()["phase"] == "finished"
+    rig.check_identical(job, ARGS)
