@@ -1,5 +1,6 @@
 # Each target sets up .venv by itself: `make demo` and `make test` are all that a fresh machine needs besides
-# Python 3.11 or later with its headers, make and a C++20 compiler.
+# Python 3.11 or later with its headers, make and a C++20 compiler. The Slurm tests also need root and the packages
+# slurm-wlm and munge; without them they are skipped, and the summary says so.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
