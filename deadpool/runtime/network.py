@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 
 from deadpool.config import Config
-from deadpool.runtime.endpoints import own_address
+from deadpool.runtime.endpoints import etcd_config, own_address
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -34,8 +34,9 @@ def network_problems(environment: Mapping[str, str]) -> list[str]:
 def loopback_warnings(config: Config, environment: Mapping[str, str]) -> list[str]:
     """What works only while all hosts of the job share this machine, in sentences with the remedy."""
     address = config.run.address or own_address(config.membership)
+    etcd = etcd_config(config.membership).endpoints[0].rpartition(":")[0].strip("[]")
     warnings = []
-    if not config.run.address and _is_loopback(address):
+    if not config.run.address and (etcd == "localhost" or _is_loopback(etcd)):
         warnings.append(
             f"etcd is reached over loopback, so this host is known as {address}: "
             "if the job has hosts on other machines, give --address"
