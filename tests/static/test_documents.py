@@ -29,7 +29,7 @@ DOCUMENTS = [
 ]
 USER_DOCUMENTS = [path for path in DOCUMENTS if "adr" not in path.parts and path.name != "CONTRIBUTING.md"]
 OTHER_PROGRAMS = {"--no-build-isolation"}
-SLURM_OPTIONS = {"--no-kill", "--no-requeue", "--nodes", "--signal"}
+SLURM_OPTIONS = {"--jobs", "--no-kill", "--no-requeue", "--nodes", "--signal", "--steps"}
 """Flags that documents name and that are not ours."""
 
 TEST_SWITCHES = "DEADPOOL_NO_SKIP"
