@@ -80,6 +80,7 @@ def test_the_sdist_has_what_a_build_and_a_reader_need(sdist: Path) -> None:
     sources |= {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
     sources |= {"setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "examples/minimal.py"}
     sources |= {"deadpool/py.typed", "deadpool/communicator/_native.pyi", "plugins/README.md"}
+    sources |= {"deadpool/cli/slurm/deadpool.sbatch", "slurm/deadpool.sbatch", "slurm/README.md"}
     assert {name for name in sources if name not in names} == set()
     assert [name for name in names if name.endswith((".so", ".pyc"))] == []
 
@@ -102,6 +103,7 @@ def test_an_installed_distribution_runs_the_smallest_example(sdist: Path, tmp_pa
     assert (
         run(bin_folder / "deadpool", "--version", cwd=tmp_path).strip() == f"deadpool {deadpool.__version__}"
     )
+    assert "#SBATCH --no-kill" in run(bin_folder / "deadpool", "slurm", "template", cwd=tmp_path)
     example = tmp_path / "mine.py"
     shutil.copy(ROOT / "examples" / "minimal.py", example)
     said = run(
