@@ -119,6 +119,7 @@ class Cluster:
             **os.environ,
             "PATH": _path(),
             "SLURM_CONF": str(folder / "slurm.conf"),
+            "TMPDIR": str(folder / "tmp"),  # of the nodes: one that is killed leaves its etcd's data behind
         }
         if is_cuttable:
             self.environment["GLOO_SOCKET_IFNAME"] = "eth0"  # the host name means nothing in a namespace
@@ -127,7 +128,7 @@ class Cluster:
 
     def start(self) -> None:
         folder = self.folder
-        for name in ("state", "spool", "munge"):
+        for name in ("state", "spool", "munge", "tmp"):
             (folder / name).mkdir(parents=True)
         (folder / "munge").chmod(0o700)
         key = folder / "munge" / "key"
