@@ -41,6 +41,7 @@ from deadpool.membership.registry import Registry
 from deadpool.membership.store import Lease, Watch
 from deadpool.runtime.checkpointing import CheckpointCallbacks, CheckpointTier, checkpoint_root
 from deadpool.runtime.courier import Courier, Recipients
+from deadpool.runtime.cut_off import CutOff
 from deadpool.runtime.ending import AgentEnd, Ending, EndingCallbacks, Replaced
 from deadpool.runtime.endpoints import etcd_config, own_address
 from deadpool.runtime.fetch import Fetcher
@@ -164,6 +165,7 @@ class Agent:
         )
         self.waits = LongWaits(config, self.log, self.workforce)
         self.stalls = Stalls(self.id, config.liveness, self.workforce, self.log)
+        self.cut_off = CutOff(grace_s=config.membership.lease_ttl_s)
         self.lease: LeaseKeeper | None = None
         self.watch: Watch | None = None
 
@@ -458,14 +460,12 @@ class Agent:
     # ---- fencing and the end -------------------------------------------------------------------------
 
     def _check_lease(self) -> None:
-        """Past its own deadline: fence, unless etcd is down for all (peers say so)."""
-        if self.lease is None or not self.lease.is_overdue or len(self._members) < 2:
+        """Past its own deadline: fence, unless etcd is down for all (peers say so) or has just returned."""
+        if self.lease is None or len(self._members) < 2:
             return
-        heard, reaches = self.peers.who_reaches_store()
-        if reaches:
-            self._on_replaced("its lease ran out while peers reach the control plane")
-        elif not heard:
-            self._on_replaced("its lease ran out and it reaches neither the control plane nor a peer")
+        why = self.cut_off.judge(self.lease.is_overdue, self.peers.who_reaches_store(), time.monotonic())
+        if why:
+            self._on_replaced(why)
 
     def _on_replaced(self, why: str) -> None:
         if self.ending.view is None:
