@@ -41,6 +41,9 @@ from deadpool.snapshot.adapter import register_adapter, register_forgetter
 
 __all__ = ["initialize"]
 
+_BY_MPI = {"OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"}
+"""Set by launchers of MPI programs."""
+
 
 @_functools.wraps(_deepspeed.initialize)
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -71,6 +74,8 @@ def __dir__() -> list[str]:
 
 def _join(settings: Settings) -> None:
     """Join the job if the script has not yet; see `deadpool.init`."""
+    if current_worker() is None and not _BY_MPI.isdisjoint(_os.environ):
+        return  # unprotected, and DeepSpeed asks MPI who is who
     settings.join(deadpool.init)
     if _dist.get_world_size() == 1:
         _os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it; no launcher has set it

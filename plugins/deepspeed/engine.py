@@ -77,10 +77,9 @@ class EngineAdapter(StateAdapter):
         self._name = name
         self._engine = engine
         self._part = _make_part(name, engine)
-        self.leftovers: tuple[Entry, ...] = (*LEFTOVERS, *self._part.leftovers)
-        if isinstance(engine, PipelineEngine):
-            self.leftovers += PIPELINE_LEFTOVERS
-        missing = find_missing(engine, self.leftovers)
+        self.of_engine = LEFTOVERS + (PIPELINE_LEFTOVERS if isinstance(engine, PipelineEngine) else ())
+        self.of_optimizer = self._part.leftovers
+        missing = find_missing(engine, (*self.of_engine, *self.of_optimizer))
         if missing:
             raise IntegrationError(
                 f"{name}: DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}; "
@@ -122,7 +121,7 @@ class EngineAdapter(StateAdapter):
         }
 
     def reset(self) -> None:
-        clear(self._engine, self.leftovers)
+        clear(self._engine, (*self.of_engine, *self.of_optimizer))
 
     def restore(self, stored: Mapping[str, Any]) -> None:
         for key, value in stored["counters"].items():

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import FusedAdam
 
-from deadpool.plugins.deepspeed.leftovers import Entry, becomes
+from deadpool.plugins.deepspeed.leftovers import Entry
 from deadpool.snapshot.optimizer_state import create_missing_state
 from deadpool.snapshot.tensors import NamedTensor
 
@@ -142,8 +142,6 @@ class PlainPart(OptimizerPart):
 
 class CastPart(OptimizerPart):
     """Stage 0 in bf16 or fp16: a master for each parameter."""
-
-    leftovers = (becomes("optimizer.fp32_groups[*][*].grad", None),)
 
     def updated(self) -> Iterable[torch.Tensor]:
         return (param for group in self.optimizer.fp16_groups for param in group)

@@ -56,7 +56,6 @@ class ZeroPart(GatheredPart):
         Entry("optimizer.previous_reduced_grads", _empty_lists),
         emptied("optimizer.averaged_gradients"),
         emptied("optimizer.all_grad_tensors"),
-        becomes("optimizer.single_partition_of_fp32_groups[*].grad", None),
         becomes("optimizer.bit16_groups[*][*].grad_accum", None),
     )
 
@@ -69,7 +68,6 @@ class Bf16Part(GatheredPart):
     flat_parameters = "bf16_groups_flat"
     leftovers = (
         becomes("optimizer._backward_hook_state.backward_active_depth", 0),
-        becomes("optimizer._backward_hook_state.remaining_grad_acc_hooks", 0),
         called("optimizer._backward_hook_state.reset_for_new_step"),
         called("optimizer.clear_hp_grads"),
         becomes("optimizer.fp32_groups_flat_partition[*].grad", None),

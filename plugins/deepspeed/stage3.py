@@ -26,12 +26,6 @@ PRIVATE = f"{COORDINATOR}._PartitionedParameterCoordinator__"
 STACK = "deepspeed.runtime.zero.parameter_offload:FWD_MODULE_STACK"
 
 
-def _all_false(owner: Any, name: str) -> None:
-    flags = getattr(owner, name)
-    for key in flags:
-        flags[key] = False
-
-
 def _invalidate(owner: Any, name: str) -> None:
     setattr(owner, name, type(getattr(owner, name)).INVALID)
 
@@ -70,11 +64,8 @@ class Zero3Part(FlatPart):
             called("optimizer._backward_hook_state.reset_for_new_step"),
             becomes("optimizer.micro_step_id", 0),
             called("optimizer.ipg_buckets[*].clear_params"),
-            Entry("optimizer.params_already_reduced", _all_false),
             emptied("optimizer.averaged_gradients"),
             emptied("optimizer._offload_boundary_param_ids"),
-            emptied("optimizer.param_reduce_events"),
-            becomes("optimizer.fp32_partitioned_groups_flat[*].grad", None),
             Entry(STACK, unwind),
             becomes("module.modules[*]._parameters._in_forward", False),
             emptied("module.modules[*].ds_recompute_parameters"),

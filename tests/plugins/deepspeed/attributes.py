@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero import parameter_offload
 
 IGNORED = {
     "_config",
@@ -31,7 +32,8 @@ IGNORED = {
 
 def flatten(engine: Any) -> dict[str, str]:
     """Path -> what is there. Tensors by type and shape, objects that are not DeepSpeed's by their class."""
-    return dict(_walk(engine, "engine", set()))
+    depth = len(parameter_offload.FWD_MODULE_STACK)  # the only trace of a step outside of the engine
+    return {"FWD_MODULE_STACK": f"{depth} modules", **dict(_walk(engine, "engine", set()))}
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
@@ -55,6 +57,9 @@ def _walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:
             for index, (key, item) in enumerate(value.items()):
                 name = key if isinstance(key, str | int) and not _is_identity(key) else index
                 yield from _walk(item, f"{path}[{name}]", seen)
+            for name, item in getattr(value, "__dict__", {}).items():  # a table of ZeRO-3 has flags, too
+                if name != "data":
+                    yield from _walk(item, f"{path}.{name}", seen)
     else:
         yield from _walk_object(value, path, seen)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from deadpool.plugins import deepspeed
 from deadpool.snapshot.stateful import TrainingState, collect
@@ -31,6 +33,7 @@ class Kind:
     gradients: str = ""  # type in which they are accumulated, if not the model's
     is_contiguous: bool = True  # gradients are copied into a buffer before they are reduced
     bucket: int = 1500  # elements that are reduced at once
+    is_checkpointed: bool = False  # blocks are run again in the backward
     is_manual: bool = False  # backward is called on the scaled loss, not on the engine
     stages: int = 1  # of a pipeline
     fused: bool = False  # DeepSpeed's own Adam, which is exact on GPUs only
@@ -38,27 +41,42 @@ class Kind:
     def __str__(self) -> str:
         parts = [f"stage{self.stage}", self.dtype, f"x{self.accumulate}"]
         parts += ["overlap"] * self.overlap + [f"{self.gradients}-gradients"] * bool(self.gradients)
-        parts += ["manual"] * self.is_manual
+        parts += ["manual"] * self.is_manual + ["checkpointed"] * self.is_checkpointed
         parts += ["scattered"] * (not self.is_contiguous) + [f"bucket{self.bucket}"] * (self.bucket != 1500)
         return "-".join(parts + [f"pp{self.stages}"] * (self.stages > 1))
 
 
+def cases(kinds: Sequence[Kind], *by_default: int) -> list[Any]:
+    """`kinds` as parameters of a test; those that are not named by their index are long cases."""
+    return [
+        pytest.param(kind, id=str(kind), marks=() if index in by_default else pytest.mark.full)
+        for index, kind in enumerate(kinds)
+    ]
+
+
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, is_checkpointed: bool = False) -> None:
         super().__init__()
+        self.is_checkpointed = is_checkpointed
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = (
+            checkpoint(self.feed, x, use_reentrant=False) if self.is_checkpointed else self.feed(x)
+        )
+        return result
+
+    def feed(self, x: torch.Tensor) -> torch.Tensor:
         fed: torch.Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
         return fed
 
 
-def make_model() -> nn.Sequential:
+def make_model(is_checkpointed: bool = False) -> nn.Sequential:
     torch.manual_seed(3)
-    first = Block()
+    first = Block(is_checkpointed)
     first.norm.weight.requires_grad = False  # a frozen parameter is state, too
     return nn.Sequential(nn.Embedding(16, WIDTH), first, Block(), nn.Linear(WIDTH, 16))
 
@@ -94,7 +112,7 @@ class Trainer:
 
     def __init__(self, kind: Kind, script: Script) -> None:
         self.kind, self.script = kind, script
-        model: Any = make_model()
+        model: Any = make_model(kind.is_checkpointed)
         deepspeed.init_distributed(verbose=False)
         if kind.stages > 1:
             model = deepspeed.PipelineModule(list(model), num_stages=kind.stages, loss_fn=_loss)

@@ -12,7 +12,7 @@ from deadpool.plugins import deepspeed
 from deadpool.plugins.deepspeed.parts import create_fused_adam_state
 from deadpool.snapshot.codec import tensor_bytes
 from deadpool.snapshot.stateful import collect
-from tests.plugins.deepspeed.engines import Kind, Trainer, make_config, make_model, trainer
+from tests.plugins.deepspeed.engines import Kind, Trainer, cases, make_config, make_model, trainer
 from tests.plugins.deepspeed.loopback import world
 from tests.unit.snapshot.support import Keeper, digest, keeping
 
@@ -36,7 +36,7 @@ def outcome(own: Trainer, first: int, last: int) -> tuple[list[float], str, list
     return losses, digest(own.state), own.engine.get_lr()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", cases(KINDS, 0, 1, 2, 3, 5, 7, 9))
 def test_whoever_takes_a_snapshot_over_trains_on_as_the_engine_that_made_it(kind: Kind) -> None:
     with trainer(kind) as own:
         with keeping(own.state) as keeper:
@@ -57,7 +57,7 @@ def go_back_and_on(own: Trainer, keeper: Keeper, blob: bytes) -> tuple[list[floa
     return outcome(own, 3, 6)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", cases(KINDS, 1, 2, 7))
 def test_creating_the_lazy_state_changes_no_bit(kind: Kind) -> None:
     with trainer(kind) as plain:
         undisturbed = [plain.step(number) for number in range(3)]
