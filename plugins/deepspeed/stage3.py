@@ -74,8 +74,6 @@ class Zero3Part(FlatPart):
             emptied("module.parameters[*].ds_active_sub_modules"),
             Entry("module.parameters[*].ds_status", _release),
             emptied(f"{PRIVATE}inflight_param_registry"),  # not waited for: their communicator is gone
-            emptied(f"{PRIVATE}ongoing_fetch_events"),
-            emptied(f"{PRIVATE}ongoing_fetch_leaf_module_events"),
             emptied(f"{PRIVATE}active_backward_submodules"),
             Entry(f"{PRIVATE}trace_mode", _invalidate),
             called(f"{COORDINATOR}._clear_trace_structures"),
