@@ -278,6 +278,14 @@ class Communicators:
             for handle in _native.handles()
         ]
 
+    def describe_groups(self) -> dict[str, str]:
+        """Name of each handle -> words for people: the framework's own, and the global ranks."""
+        texts = {}
+        for group in dist.distributed_c10d._world.pg_map:
+            ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+            texts[str(group.group_name)] = f"{group.group_name} ({group.group_desc}, ranks {ranks})"
+        return texts
+
     def before_call(self, hook: CallHook | None) -> None:
         """Call `hook` before each collective while set; what it raises reaches the caller."""
         self._hook = hook

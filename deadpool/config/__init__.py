@@ -103,6 +103,11 @@ class LivenessConfig:
         flag="--progress-timeout-s",
         at_least=0,
     )
+    collective_report_s: float = _setting(
+        10.0,
+        "Wait in one collective after which hosts compare what their ranks have called.",
+        at_least=0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

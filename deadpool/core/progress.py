@@ -13,7 +13,6 @@ class HandleProgress:
     name_hash: int  # of the handle's name: the same on every rank of the group
     issued: int
     completed: int
-    last_bytes: int = 0  # what the newest one carries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,31 +66,3 @@ def find_culprits(reports: Sequence[RankProgress]) -> tuple[int, ...]:
     if ends & quiet and not ends & frozen:
         return ()
     return tuple(sorted(ends & frozen or ends or frozen))
-
-
-def find_odd_calls(reports: Sequence[RankProgress]) -> str:
-    """Describe ranks that wait in another collective than the rest of their group; "" if none seems to.
-
-    The case that sequence numbers cannot tell: all have issued equally many collectives of a communicator,
-    none is completed, but some called another one, as after "if rank == 0: barrier()". Its size gives it
-    away. A hint for people: sizes may differ by right, where ranks contribute unequally.
-    """
-    by_handle: dict[int, list[tuple[int, HandleProgress]]] = {}
-    for report in reports:
-        for handle in report.handles:
-            by_handle.setdefault(handle.name_hash, []).append((report.rank, handle))
-    for entries in by_handle.values():
-        stand_equal = len({handle.issued for _, handle in entries}) == 1
-        by_bytes: dict[int, list[int]] = {}
-        for rank, handle in entries:
-            by_bytes.setdefault(handle.last_bytes, []).append(rank)
-        if stand_equal and len(by_bytes) > 1 and all(h.completed < h.issued for _, h in entries):
-            groups = sorted(by_bytes.items(), key=lambda item: len(item[1]))
-            return "; ".join(f"{_ranks_text(ranks)} in one of {n_bytes} bytes" for n_bytes, ranks in groups)
-    return ""
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

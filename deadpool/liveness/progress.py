@@ -55,7 +55,8 @@ class PageSample:
     boundary_ns: int
     is_quiet: bool
     median_step_s: float
-    handles: tuple[tuple[int, int, int, int], ...]  # (hash of the name, issued, completed, last bytes)
+    # (hash of the name, collectives issued, completed, the newest: see waiting.decode_call)
+    handles: tuple[tuple[int, int, int, int], ...]
 
 
 class WorkerPage:
@@ -104,8 +105,8 @@ class WorkerPage:
         first = ENTRIES_OFFSET // 8
         handles = []
         for place in range(first, first + count * ENTRY_BYTES // 8, ENTRY_BYTES // 8):
-            name, issued, completed, last_bytes = self._words[place : place + 4]
-            handles.append((name, issued, completed, last_bytes))
+            name, issued, completed, last_call = self._words[place : place + 4]
+            handles.append((name, issued, completed, last_call))
         return PageSample(
             tick=self.get(Field.TICK),
             closed_generation=self.get(Field.CLOSED_GENERATION),

@@ -339,8 +339,8 @@ class Agent:
         self.host.tick()
         self.protection.tick()
         self._check_lease()
-        if self.ending.view is None and self.stalls.check(self.host.view):
-            self.courier.report_stall()
+        if self.ending.view is None:
+            self.courier.report(self.stalls.check(self.host.view))
         lease = self.lease if self._reached and self.ending.view is None else None
         if lease is not None:
             self.leadership.tick(lease.lease)

@@ -11,7 +11,7 @@ from deadpool.runtime.leadership import Leadership
 from deadpool.runtime.messages import Control, Relay, ShardWritten, Stalled, StallQuery
 from deadpool.runtime.peers import Peers
 from deadpool.runtime.protection import Protection
-from deadpool.runtime.stalls import Stalls, ranks_of
+from deadpool.runtime.stalls import Finding, Stalls
 from deadpool.store.checkpoint import Shard
 
 
@@ -57,11 +57,10 @@ class Courier:
                 if generation == self._generation():
                     self._to.protection.relayed(message)
             case Stalled():
-                reports = ranks_of(message)
-                self._to.leadership.act(lambda leader: leader.stalled(message.generation, reports))
+                self._to.leadership.act(lambda leader: leader.stalled(message))
             case StallQuery(generation=generation):
                 if generation == self._generation():
-                    self.report_stall()
+                    self.report(Finding.WAITING)
             case ShardWritten():
                 if self._to.leadership.leader is not None:
                     self._to.checkpoints.shard_written(message.name, message.shard)
@@ -78,11 +77,13 @@ class Courier:
     def query_stall(self, generation: int) -> None:
         """Leader: ask every host who makes no progress."""
         self._peers.broadcast(StallQuery(generation=generation))
-        self.report_stall()
+        self.report(Finding.WAITING)
 
-    def report_stall(self) -> None:
-        """Tell the leader what the workers' pages say."""
-        self.send(self._to.leadership.leader_id, self._to.stalls.report(self._generation()))
+    def report(self, finding: Finding) -> None:
+        """Tell the leader what the workers' pages say, if there is something to tell."""
+        if finding is not Finding.NOTHING:
+            report = self._to.stalls.report(self._generation(), is_late=finding is Finding.LATE)
+            self.send(self._to.leadership.leader_id, report)
 
     def shard_written(self, name: Name, shard: Shard) -> None:
         """A shard of this host is durable: the leader waits for it."""

@@ -20,12 +20,14 @@ from deadpool.core.types import (
     View,
 )
 from deadpool.errors import SnapshotError
+from deadpool.liveness.waiting import hash_name
 from deadpool.runtime.faults import FaultReports
 from deadpool.runtime.messages import (
     Assign,
     Attach,
     Captured,
     FirstStep,
+    Groups,
     Note,
     Raised,
     Refused,
@@ -376,6 +378,8 @@ class Host:
                 )
                 if message.problem:
                     self._faults.report(FaultKind.SPARE_FAILED, (), f"rehearsal: {message.problem}", 0)
+            case Groups(names=names):
+                worker.groups = {hash_name(name): text for name, text in names.items()}
             case Note(event=event, fields=fields):
                 self._parts.log.emit(event, generation=self._generation.number, **fields)
             case _:

@@ -13,10 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from deadpool.core import membership, progress
+from deadpool.core.collectives import RankCalls, find_disagreement
 from deadpool.core.types import Ack, Fault, FaultKind, Member, MemberId, Name, View
 from deadpool.events import EventLog
 from deadpool.membership.records import Term
 from deadpool.membership.registry import Registry
+from deadpool.runtime.messages import Stalled
+from deadpool.runtime.stalls import calls_of, describe_call, ranks_of
 from deadpool.runtime.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -34,11 +37,14 @@ class LeadershipLost(Exception):
 
 @dataclasses.dataclass(slots=True)
 class _Stall:
-    """Reports being collected after a host said that a worker makes no progress."""
+    """Reports being collected after a host said that something takes long."""
 
     generation: int
     deadline_s: float
-    reports: dict[int, progress.RankProgress]
+    is_late: bool = False  # no step for the progress timeout, somewhere: find out whose fault it is
+    reports: dict[int, progress.RankProgress] = dataclasses.field(default_factory=dict)
+    calls: dict[int, RankCalls] = dataclasses.field(default_factory=dict)
+    names: dict[int, str] = dataclasses.field(default_factory=dict)  # of groups
 
     def is_like(self, later: _Stall) -> bool:
         """Whether some rank has not finished a step since."""
@@ -84,7 +90,8 @@ class Leader:
         self._stall: _Stall | None = None
         self._stall_again_s = 0.0  # no new look at a stall before
         self._lasting: _Stall | None = None  # the first look at a stall that goes on
-        self._odd_calls = ""
+        self._was_late = False  # what the newest look was about
+        self._disagreement = ""  # what it found
         self.ended: tuple[int, str] | None = None
 
     @property
@@ -161,19 +168,23 @@ class Leader:
     def finished(self, member: MemberId, generation: int) -> None:
         self._feed(membership.Finished(member_id=member, generation=generation, now_s=time.monotonic()))
 
-    def stalled(self, generation: int, reports: tuple[progress.RankProgress, ...]) -> None:
-        """A host says that its workers make no progress, or answers our query."""
-        view = self._state.view
+    def stalled(self, message: Stalled) -> None:
+        """A host says that something takes long, or answers our query."""
+        view, generation = self._state.view, message.generation
         if view is None or generation != view.generation:
             return
         if self._stall is None or self._stall.generation != generation:
-            if time.monotonic() < self._stall_again_s:
+            is_news = message.is_late and not self._was_late
+            if time.monotonic() < self._stall_again_s and not is_news:
                 return
             self._look_into_stall(generation)
         assert self._stall is not None
-        for report in reports:
-            self._stall.reports[report.rank] = report
-        if len(self._stall.reports) == view.world_size:
+        stall = self._stall
+        stall.is_late |= message.is_late
+        stall.reports.update({report.rank: report for report in ranks_of(message)})
+        stall.calls.update({report.rank: report for report in calls_of(message)})
+        stall.names.update(message.names)
+        if len(stall.reports) == view.world_size:
             self._judge_stall()
 
     def checkpoint_found(self, name: Name) -> None:
@@ -187,12 +198,12 @@ class Leader:
         if self._stall is not None and now_s > self._stall.deadline_s:
             self._judge_stall()
         elif self._stall is None and self._lasting is not None and now_s >= self._stall_again_s:
-            self._look_into_stall(self._lasting.generation)
+            self._look_into_stall(self._lasting.generation, is_late=True)
         self._feed(membership.Tick(now_s=time.monotonic()))
 
-    def _look_into_stall(self, generation: int) -> None:
+    def _look_into_stall(self, generation: int, *, is_late: bool = False) -> None:
         """Ask every host; those that answer in time are judged together."""
-        self._stall = _Stall(generation, time.monotonic() + STALL_COLLECT_S, {})
+        self._stall = _Stall(generation, time.monotonic() + STALL_COLLECT_S, is_late)
         self._query_stall(generation)
 
     def _judge_stall(self) -> None:
@@ -202,14 +213,16 @@ class Leader:
         if stall is None or view is None or stall.generation != view.generation:
             return
         self._stall_again_s = time.monotonic() + STALL_AGAIN_S
-        reports = tuple(stall.reports.values())
-        culprits = progress.find_culprits(reports)
+        self._was_late = stall.is_late
+        self._name_disagreement(stall)
+        if not stall.is_late:
+            return
+        culprits = progress.find_culprits(tuple(stall.reports.values()))
         if culprits:
             self._log.emit("progress.culprit", generation=view.generation, ranks=list(culprits))
         else:
             first = first if first is not None and first.generation == stall.generation else stall
             self._lasting = first if first.is_like(stall) else None
-            self._note_odd_calls(progress.find_odd_calls(reports), view.generation)
         for rank in culprits:
             report = stall.reports[rank]
             why = "its process is stopped" if report.tick_frozen else "it did not join a collective"
@@ -224,10 +237,14 @@ class Leader:
                 )
             )
 
-    def _note_odd_calls(self, odd: str, generation: int) -> None:
-        if odd and odd != self._odd_calls:
-            self._log.emit("progress.odd_calls", generation=generation, calls=odd)
-        self._odd_calls = odd
+    def _name_disagreement(self, stall: _Stall) -> None:
+        """Say who calls what if ranks wait for one another: nobody is late, so nobody else would be named."""
+        found = find_disagreement(tuple(stall.calls.values()))
+        text = "; ".join(describe_call(rank, call, stall.names) for rank, call in found)
+        if found and text != self._disagreement:
+            ranks = sorted({rank for rank, _ in found})
+            self._log.emit("collective.disagreement", generation=stall.generation, ranks=ranks, detail=text)
+        self._disagreement = text
 
     def _note_lost(self, member: MemberId, how: str) -> None:
         view = self._state.view

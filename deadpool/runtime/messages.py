@@ -105,6 +105,12 @@ class WorkerDone(Message, frozen=True, kw_only=True, tag=True):
     step: int
 
 
+class Groups(Message, frozen=True, kw_only=True, tag=True):
+    """The constructor phase ended: how to call the groups that the script made."""
+
+    names: dict[str, str]  # name of the handle -> words for people
+
+
 class Note(Message, frozen=True, kw_only=True, tag=True):
     """A line for the event log."""
 
@@ -229,7 +235,7 @@ class Relay(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Stalled(Message, frozen=True, kw_only=True, tag=True):
-    """No step finished for the progress timeout: what this host's workers say."""
+    """A wait took long, or the leader asked: what this host's workers say."""
 
     member: str
     generation: int
@@ -238,6 +244,8 @@ class Stalled(Message, frozen=True, kw_only=True, tag=True):
     finished_step: list[int]
     is_quiet: list[bool]
     handles: list[list[tuple[int, int, int, int]]]
+    names: dict[int, str]  # of groups in which a rank waits
+    is_late: bool  # no step was finished for the progress timeout
 
 
 class ShardWritten(Message, frozen=True, kw_only=True, tag=True):
@@ -279,6 +287,7 @@ WorkerToAgent = (
     | FirstStep
     | WorkerDone
     | Note
+    | Groups
 )
 AgentToWorker = Assign | SegmentReply | CaptureStep | WithdrawStep | Run | Abort | Restore | Finish | Exit
 Control = (

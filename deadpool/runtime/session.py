@@ -33,6 +33,7 @@ from deadpool.runtime.messages import (
     CaptureStep,
     Finish,
     FirstStep,
+    Groups,
     Note,
     Raised,
     Refused,
@@ -184,6 +185,7 @@ class TrainingSession:
         else:
             record = self.communicators.finish_recording()
             once = state.settle_layout(record, self.world_size, self._assignment.local_world_size).encode()
+        self.worker.send(Groups(names=self.communicators.describe_groups()))
         self.worker.send(Attach(generation=self.generation, once=once))
         reply = self._next_of(SegmentReply)
         self._segment = Segment.attach(self.worker.channel.take_fd(), prefault=not self.is_promoted)

@@ -76,6 +76,7 @@ class Worker:
     seconds: dict[str, float] = field(default_factory=dict)
     killed_for: str = ""  # why the agent itself killed it
     is_rehearsed: bool = False
+    groups: dict[int, str] = field(default_factory=dict)  # hash of a group's name -> words for people
 
     @property
     def rank(self) -> int:

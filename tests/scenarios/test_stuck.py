@@ -36,8 +36,9 @@ def test_a_quiet_section_is_no_stall(rig: Any, launch: Launch) -> None:
 @pytest.mark.full
 def test_a_collective_that_one_rank_calls_alone_is_named_after_seconds(launch: Launch) -> None:
     job = launch(("--lone-call-at", "9"), nnodes=3, options=PROGRESS_TIMEOUT)
-    odd = job.wait_for(lambda event: event["event"] == "progress.odd_calls", "names of odd callers")
+    odd = job.wait_for(lambda event: event["event"] == "collective.disagreement", "names of odd callers")
     last_step_s = max(float(record["t"]) for record in job.records(0))
-    assert odd["calls"].startswith("rank 1 in one of ")
+    assert odd["ranks"] == [0, 1, 2]
+    assert "rank 1 waits in " in odd["detail"]
     assert odd["monotonic_s"] - last_step_s < 15.0, "the collective timeout is 120 s"
-    assert "ranks wait in different collectives: rank 1 in one of" in job.output
+    assert "ranks [0, 1, 2] wait for one another: rank 0 waits in " in job.output

@@ -171,7 +171,7 @@ template <class Run>
 WorkPtr SwapBackend::run_inner(const char* op, uint64_t bytes, Run& run) {
   uint64_t generation = 0;
   const BackendPtr inner = live(generation);
-  entry_->last_bytes.store(bytes, std::memory_order_relaxed);
+  entry_->last_call.store(encode_call(op, bytes), std::memory_order_relaxed);
   entry_->issued.fetch_add(1, std::memory_order_relaxed);
   try {
     return track(op, inner, generation, run(*inner));

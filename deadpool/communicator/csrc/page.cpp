@@ -2,18 +2,24 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
 
 namespace deadpool {
 
-uint64_t name_hash(const std::string& name) {
+uint64_t name_hash(const char* name) {
   uint64_t hash = 0xcbf29ce484222325ULL;
-  for (const unsigned char c : name) {
-    hash = (hash ^ c) * 0x100000001b3ULL;
+  for (; *name != '\0'; ++name) {
+    hash = (hash ^ static_cast<unsigned char>(*name)) * 0x100000001b3ULL;
   }
   return hash;
+}
+
+uint64_t encode_call(const char* op, uint64_t bytes) {
+  constexpr uint64_t kMostBytes = (1ULL << 48) - 1;
+  return name_hash(op) << 48 | std::min(bytes, kMostBytes);
 }
 
 WorkerPage& WorkerPage::get() {
@@ -57,8 +63,8 @@ HandleEntry* WorkerPage::add_entry(const std::string& name) {
   auto* entry = reinterpret_cast<HandleEntry*>(base_.load() + kEntriesOffset) + index;
   entry->issued = 0;
   entry->completed = 0;
-  entry->last_bytes = 0;
-  entry->name_hash = name_hash(name);
+  entry->last_call = 0;
+  entry->name_hash = name_hash(name.c_str());
   field(kHandleCountOffset).store(index + 1);  // last: the agent reads only entries below the count
   return entry;
 }

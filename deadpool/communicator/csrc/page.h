@@ -21,12 +21,13 @@ struct HandleEntry {
   std::atomic<uint64_t> name_hash;
   std::atomic<uint64_t> issued;
   std::atomic<uint64_t> completed;
-  std::atomic<uint64_t> last_bytes;
+  std::atomic<uint64_t> last_call;  // of the newest collective: 16 bits of its operation's name_hash, 48 of bytes
 };
 static_assert(sizeof(HandleEntry) == 32);
 constexpr size_t kMaxEntries = (kPageBytes - kEntriesOffset) / sizeof(HandleEntry);
 
-uint64_t name_hash(const std::string& name);  // FNV-1a, 64 bits
+uint64_t name_hash(const char* name);  // FNV-1a, 64 bits
+uint64_t encode_call(const char* op, uint64_t bytes);
 
 class WorkerPage {
  public:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deadpool.core.progress import HandleProgress, RankProgress, find_culprits, find_odd_calls
+from deadpool.core.progress import HandleProgress, RankProgress, find_culprits
 
 
 def rank(
@@ -70,21 +70,3 @@ def test_nobody_is_named_while_the_end_of_the_chain_is_quiet_on_purpose() -> Non
 def test_a_stopped_process_is_named_although_another_rank_is_quiet() -> None:
     reports = [rank(0, (1, 7, 6)), rank(1, (1, 6, 6), quiet=True), rank(2, (1, 6, 6), frozen=True)]
     assert find_culprits(reports) == (2,)
-
-
-def in_call(number: int, n_bytes: int, issued: int = 7, completed: int = 6) -> RankProgress:
-    handle = HandleProgress(name_hash=1, issued=issued, completed=completed, last_bytes=n_bytes)
-    return RankProgress(rank=number, tick_frozen=False, finished_step=1, handles=(handle,))
-
-
-def test_a_rank_alone_in_a_collective_is_named_by_the_size_of_its_call() -> None:
-    reports = [in_call(0, 0), in_call(1, 400), in_call(2, 400)]
-    assert find_culprits(reports) == ()
-    assert find_odd_calls(reports) == "rank 0 in one of 0 bytes; ranks 1, 2 in one of 400 bytes"
-
-
-def test_calls_that_are_alike_under_way_or_done_are_not_odd() -> None:
-    assert find_odd_calls([in_call(0, 400), in_call(1, 400)]) == ""
-    assert find_odd_calls([in_call(0, 0), in_call(1, 400, completed=7)]) == ""
-    assert find_odd_calls([in_call(0, 0), in_call(1, 400, issued=8)]) == ""
-    assert find_odd_calls([]) == ""

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from deadpool.core.membership import Limits
-from deadpool.core.progress import HandleProgress, RankProgress
 from deadpool.core.types import Ack, Fault, FaultKind, Inventory, MemberId, Name, Phase, RankCopies, View
 from deadpool.errors import StoreUnavailable
 from deadpool.events import EventLog
+from deadpool.liveness.waiting import hash_name
 from deadpool.runtime import leader as leader_module
 from deadpool.runtime.leader import Leader, LeadershipLost
+from deadpool.runtime.messages import Stalled
 from tests.unit.runtime.support import Job, make_member, open_log, read_events
 
 ZERO = Name(step=0, generation=1)
@@ -221,9 +222,28 @@ def test_a_fault_of_an_older_generation_changes_nothing(lead: Lead) -> None:
 # ---- stalls --------------------------------------------------------------------------------------------
 
 
-def _progress(rank: int, issued: int, *, frozen: bool = False, step: int = 8) -> RankProgress:
-    handle = HandleProgress(name_hash=1, issued=issued, completed=issued - 1)
-    return RankProgress(rank=rank, tick_frozen=frozen, finished_step=step, handles=(handle,))
+def _stalled(
+    *calls: tuple[int, int, int],
+    generation: int = 1,
+    is_late: bool = True,
+    operation: str = "allreduce",
+    step: int = 8,
+) -> Stalled:
+    """Ranks that wait, each as (rank, hash of the group's name, collectives issued)."""
+    return Stalled(
+        member="a",
+        generation=generation,
+        ranks=[rank for rank, _, _ in calls],
+        tick_frozen=[False for _ in calls],
+        finished_step=[step for _ in calls],
+        is_quiet=[False for _ in calls],
+        handles=[
+            [(group, issued, issued - 1, (hash_name(operation) & 0xFFFF) << 48 | 64)]
+            for _, group, issued in calls
+        ],
+        names={1: "7 (DATA_PARALLEL_GROUP, ranks 0,1)"},
+        is_late=is_late,
+    )
 
 
 def test_of_a_stall_every_host_is_asked_once_and_who_others_wait_for_is_replaced(
@@ -231,40 +251,72 @@ def test_of_a_stall_every_host_is_asked_once_and_who_others_wait_for_is_replaced
 ) -> None:
     leading = lead("c")
     leading.run()
-    leading.leader.stalled(1, (_progress(0, issued=20),))
-    leading.leader.stalled(1, (_progress(0, issued=20),))
+    leading.leader.stalled(_stalled((0, 1, 20)))
+    leading.leader.stalled(_stalled((0, 1, 20)))
     assert leading.queried == [1]
     assert leading.phase() is Phase.RUNNING
-    leading.leader.stalled(1, (_progress(1, issued=19),))
+    leading.leader.stalled(_stalled((1, 1, 19), is_late=False))
     assert leading.view.slots == ("a", "c")
     (begin,) = read_events(events, "recovery.begin")
     assert (begin["kind"], begin["ranks"]) == ("worker_stuck", [1])
 
 
-def test_a_stall_without_a_culprit_changes_nothing(lead: Lead) -> None:
+def test_a_stall_without_a_culprit_changes_nothing(lead: Lead, events: Path) -> None:
     leading = lead("c")
     leading.run()
-    leading.leader.stalled(1, (_progress(0, issued=20), _progress(1, issued=20)))
+    leading.leader.stalled(_stalled((0, 1, 20), (1, 1, 20)))
+    assert leading.phase() is Phase.RUNNING
+    assert not read_events(events, "collective.disagreement")
+
+
+def test_a_collective_that_takes_long_blames_nobody_before_the_progress_timeout(lead: Lead) -> None:
+    leading = lead("c")
+    leading.run()
+    leading.leader.stalled(_stalled((0, 1, 20), (1, 1, 19), is_late=False))
+    assert leading.phase() is Phase.RUNNING
+
+
+def test_ranks_that_wait_in_different_calls_are_named_with_group_and_call(lead: Lead, events: Path) -> None:
+    leading = lead("c")
+    leading.run()
+    leading.leader.stalled(_stalled((0, 1, 20), is_late=False))
+    leading.leader.stalled(_stalled((1, 1, 20), is_late=False, operation="all_gather_base"))
+    (event,) = read_events(events, "collective.disagreement")
+    assert event["ranks"] == [0, 1]
+    assert event["detail"] == (
+        "rank 0 waits in allreduce of 64 bytes, call 20 of group 7 (DATA_PARALLEL_GROUP, ranks 0,1); "
+        "rank 1 waits in all_gather_base of 64 bytes, call 20 of group 7 (DATA_PARALLEL_GROUP, ranks 0,1)"
+    )
     assert leading.phase() is Phase.RUNNING
 
 
 def test_answers_that_come_late_start_no_other_round_of_questions(lead: Lead) -> None:
     leading = lead("c")
     leading.run()
-    stuck_together = (_progress(0, issued=20), _progress(1, issued=20))
     for _ in range(5):
-        leading.leader.stalled(1, stuck_together)
+        leading.leader.stalled(_stalled((0, 1, 20), (1, 1, 20)))
     assert leading.queried == [1]
+
+
+def test_a_step_that_is_late_is_looked_into_right_after_a_collective_that_takes_long(lead: Lead) -> None:
+    leading = lead("c")
+    leading.run()
+    for _ in range(3):
+        leading.leader.stalled(_stalled((0, 1, 20), (1, 1, 19), is_late=False))
+    assert leading.queried == [1]
+    leading.leader.stalled(_stalled((0, 1, 20), (1, 1, 19)))
+    assert leading.queried == [1, 1]
+    assert leading.view.slots == ("a", "c")
 
 
 def test_a_stall_is_looked_into_again_while_it_lasts(lead: Lead, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader_module, "STALL_AGAIN_S", 0.0)
     leading = lead("c")
     leading.run()
-    leading.leader.stalled(1, (_progress(0, issued=20), _progress(1, issued=20)))
+    leading.leader.stalled(_stalled((0, 1, 20), (1, 1, 20)))
     leading.leader.tick()
     assert leading.queried == [1, 1]
-    leading.leader.stalled(1, (_progress(0, issued=21), _progress(1, issued=20)))
+    leading.leader.stalled(_stalled((0, 1, 21), (1, 1, 20), is_late=False))
     assert leading.view.slots == ("a", "c"), "the one that the other waits for by now is replaced"
 
 
@@ -272,9 +324,9 @@ def test_a_stall_that_is_over_is_not_looked_into_again(lead: Lead, monkeypatch: 
     monkeypatch.setattr(leader_module, "STALL_AGAIN_S", 0.0)
     leading = lead("c")
     leading.run()
-    leading.leader.stalled(1, (_progress(0, issued=20), _progress(1, issued=20)))
+    leading.leader.stalled(_stalled((0, 1, 20), (1, 1, 20)))
     leading.leader.tick()
-    leading.leader.stalled(1, (_progress(0, issued=20, step=9), _progress(1, issued=20, step=9)))
+    leading.leader.stalled(_stalled((0, 1, 20), (1, 1, 20), is_late=False, step=9))
     leading.leader.tick()
     assert leading.queried == [1, 1]
     assert leading.phase() is Phase.RUNNING
@@ -283,7 +335,7 @@ def test_a_stall_that_is_over_is_not_looked_into_again(lead: Lead, monkeypatch: 
 def test_a_stall_of_an_older_generation_is_not_looked_into(lead: Lead) -> None:
     leading = lead("c")
     leading.run()
-    leading.leader.stalled(0, (_progress(0, issued=20),))
+    leading.leader.stalled(_stalled((0, 1, 20), generation=0))
     assert leading.queried == []
 
 
