@@ -38,14 +38,11 @@ def forget_ready_counts(objects: MegatronObjects) -> None:
         group.per_param_grad_ready_counts = {}
 
 
-def leave_no_sync(objects: MegatronObjects) -> None:
-    """The schedules enter `no_sync` by hand, and do not leave it when a collective raises."""
-    for group in objects.bucket_groups():
-        group.is_last_microbatch = True
-
-
 def drop_gradients(objects: MegatronObjects) -> None:
-    """Gradients of the model and of the masters; the buffers' are zeroed as a step begins."""
+    """Gradients, in buffers too: a loop may zero them at the end of a step instead of its beginning.
+
+    Leaves `no_sync` as well, which the schedules enter by hand and do not leave when a collective raises.
+    """
     for chunk in objects.chunks:
         for param in chunk.parameters():
             param.grad = None
@@ -60,7 +57,6 @@ RESETS: tuple[Callable[[MegatronObjects], None], ...] = (
     forget_grad_reduction,
     forget_param_gather,
     forget_ready_counts,
-    leave_no_sync,
     drop_gradients,  # last: it resets the bucket groups, which asserts on what is forgotten above
 )
 

@@ -50,9 +50,8 @@ def megatron_on_cpu() -> Iterator[MakeDrill]:
     yield make
     objects.forget_build()
     dist.destroy_process_group()
-    for _ in range(
-        2
-    ):  # modules and groups refer to one another, through C++ too: what frees those comes first
+    # Modules and groups refer to one another, through C++ too: each pass frees what holds the next.
+    for _ in range(4):
         gc.collect()
     torch.set_num_threads(threads)
     megatron_cpu.remove()
@@ -66,6 +65,6 @@ def make_drill() -> Iterator[MakeDrill]:
 
 @pytest.fixture(scope="module")
 def shared_drill() -> Iterator[Drill]:
-    """For tests that train nothing, and put back what they change."""
+    """For tests that put back what they change."""
     with megatron_on_cpu() as make:
-        yield make("--dtype", "bf16")
+        yield make("--dtype", "bf16", "--overlap")

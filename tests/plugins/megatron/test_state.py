@@ -102,6 +102,7 @@ def test_an_iteration_that_was_aborted_is_run_again_as_if_nothing_had_been(
         blob = keeper.take(steps_before)
         expected = drill.steps(2), drill.parameters()
         keeper.go_back(blob)
+        drill.steps(min(steps_before, 1))  # right after a restore the parameters are complete
         with aborting_at(place, drill), pytest.raises(Aborted):
             drill.steps(2)
         gc.collect()
