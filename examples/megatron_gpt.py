@@ -166,7 +166,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], arguments: argparse.N
         use_distributed_optimizer=arguments.optimizer == "distributed",
         overlap_param_gather=arguments.overlap and arguments.optimizer == "distributed",
     )
-    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=arguments.gloo_groups)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -203,6 +203,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vpp", type=int, default=1, help="virtual stages per pipeline stage")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--optimizer", choices=("distributed", "replicated"), default="distributed")
+    parser.add_argument("--gloo-groups", action="store_true", help="and groups on gloo, as Megatron-LM has")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--steps", type=int, default=24)
     arguments = parser.parse_args(argv)
@@ -219,7 +220,7 @@ def initialize(arguments: argparse.Namespace) -> None:
         arguments.tp,
         arguments.pp,
         arguments.vpp if arguments.vpp > 1 else None,
-        create_gloo_process_groups=False,
+        create_gloo_process_groups=arguments.gloo_groups,
     )
     replicas = parallel_state.get_data_parallel_world_size()
     init_num_microbatches_calculator(

@@ -24,6 +24,7 @@ from deadpool.plugins.megatron.versions import check_installed
 check_installed()
 
 # After the check: these import megatron.
+from deadpool.plugins.megatron.pretrain import wrap_pretrain  # noqa: E402
 from deadpool.plugins.megatron.step import wrap_step  # noqa: E402
 
-__all__ = ["wrap_step"]
+__all__ = ["wrap_pretrain", "wrap_step"]
