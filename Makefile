@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard deadpool/communicator/csrc/*)
 
-.PHONY: help setup demo test test-full bench bench-peers lint format clean
+.PHONY: help setup demo test test-full test-megatron-0.19 bench bench-peers lint format clean
 
 help:
 	@echo 'make demo       train under host losses and compare with an undisturbed run, bit for bit'
@@ -20,6 +20,7 @@ help:
 	@echo 'make test-full  the long cases'
 	@echo 'make bench      training with DeadPool beside the same training without it; a few minutes'
 	@echo 'make bench-peers  other libraries on the same workload; downloads about 1 GB'
+	@echo 'make test-megatron-0.19  the tests of the Megatron plugin, with megatron-core 0.19'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     ruff format'
 	@echo 'make clean      remove what was built here, .venv included'
@@ -55,6 +56,17 @@ bench-peers: setup
 	benchmarks/peers/setup.sh
 	benchmarks/run.sh peers
 
+# megatron-core from 0.17 on says that it needs Python 3.12, runs on 3.11 all the same, and imports triton (1 GB).
+MEGATRON := .venv-megatron-0.19
+
+$(MEGATRON)/installed: $(VENV)/installed
+	$(BIN)/pip install --disable-pip-version-check --no-deps --ignore-requires-python --upgrade \
+	  --target $(MEGATRON) 'megatron-core==0.19.2' triton
+	@touch $@
+
+test-megatron-0.19: $(MEGATRON)/installed
+	PYTHONPATH=$(CURDIR)/$(MEGATRON) $(BIN)/python -m pytest tests/plugins/megatron $(PYTEST_ARGS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,6 +77,6 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(MEGATRON) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f deadpool/communicator/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

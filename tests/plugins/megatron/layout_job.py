@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from deadpool.runtime.session import session
 from examples import megatron_gpt as gpt
 
-parallel_state = gpt.parallel_state  # megatron is imported after the stand-in for the device
+parallel_state: Any = vars(gpt)["parallel_state"]  # megatron is imported after the stand-in for the device
 
 GROUPS = {
     "tensor": parallel_state.get_tensor_model_parallel_group,
@@ -33,7 +33,7 @@ MOST_GROWTH = 1.05  # of resident memory, from the first recovery to the second
 class Trainer(gpt.Trainer):
     def __init__(self, arguments: Any) -> None:
         super().__init__(arguments)
-        self.hooks = self.count_hooks()
+        self.hooks = 0  # known after the first step, in which modules add some of their own
         self.resident: dict[int, int] = {}  # generation -> bytes after its second step
 
     def count_hooks(self) -> int:
@@ -49,6 +49,7 @@ class Trainer(gpt.Trainer):
         if joined is None:
             return
         assert {handle.generation for handle in joined.communicators.handles()} == {joined.generation}
+        self.hooks = self.hooks or self.count_hooks()
         assert self.count_hooks() == self.hooks
         resident = int(Path("/proc/self/statm").read_text().split()[1])
         self.resident[joined.generation] = resident
