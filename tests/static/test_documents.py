@@ -28,7 +28,11 @@ DOCUMENTS = [
     ROOT / "slurm" / "README.md",
 ]
 USER_DOCUMENTS = [path for path in DOCUMENTS if "adr" not in path.parts and path.name != "CONTRIBUTING.md"]
-OTHER_PROGRAMS = {"--no-build-isolation"}
+OTHER_PROGRAMS = {"--no-build-isolation"} | {
+    *("--tp", "--pp", "--vpp", "--dtype", "--overlap", "--optimizer", "--steps"),  # examples/megatron_gpt.py
+    *("--inprocess-restart", "--async-save", "--dataloader-type", "--use-torch-fsdp2"),  # Megatron-LM
+    *("--optimizer-cuda-graph", "--hybrid-context-parallel"),
+}
 SLURM_OPTIONS = {"--jobs", "--no-kill", "--no-requeue", "--nodes", "--signal", "--steps"}
 """Flags that documents name and that are not ours."""
 
