@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -98,10 +99,11 @@ def run(configuration: str, out: Path, *, steps: int, kill: int, kill_rank: int,
 
 def _checkpoint_folder(configuration: str, out: Path) -> Path:
     """On tmpfs, which favours the peers, unless the configuration says disk."""
-    root = Path(os.environ.get("PEERS_CKPT_ROOT", "/dev/shm/deadpool-peers"))
-    folder = out / "ckpt" if "disk" in configuration else root / f"{configuration}-{os.getpid()}"
-    folder.mkdir(parents=True)
-    return folder
+    if "disk" in configuration:
+        folder = out / "ckpt"
+        folder.mkdir()
+        return folder
+    return Path(tempfile.mkdtemp(prefix="deadpool-peers-", dir=os.environ.get("PEERS_CKPT_ROOT", "/dev/shm")))
 
 
 def _end_all(processes: list[subprocess.Popen[bytes]], out: Path) -> None:
