@@ -79,7 +79,14 @@ class CollectiveAborted(CommunicatorError):
 
 
 class RebuildTimeout(CommunicatorError):
-    """The communicators of a generation were not built in time."""
+    """The communicators of a generation were not built in time.
+
+    `missing` has the ranks that did not come; () if that is not known.
+    """
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        self.missing = tuple(missing)
+        super().__init__(message)
 
 
 class ReplayMismatch(CommunicatorError):

@@ -122,7 +122,8 @@ class HandlesBuilder:
             missing = [rank for rank, key in zip(members, keys, strict=True) if not self.store.check([key])]
             raise RebuildTimeout(
                 f"generation {self.generation}, rank {self.rank}: ranks {missing} did not come to {gate!r} "
-                f"within {limit_s:.1f} s"
+                f"within {limit_s:.1f} s",
+                missing,
             ) from error
 
     def _build(self, build: _native.Build, handle: SwapBackend, deadline_s: float) -> None:

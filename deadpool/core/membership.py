@@ -17,6 +17,7 @@ from typing import assert_never
 from deadpool.core import bitset
 from deadpool.core.membership_types import (
     Acked,
+    AllWait,
     Cause,
     CheckpointFound,
     Effect,
@@ -25,12 +26,13 @@ from deadpool.core.membership_types import (
     FaultReported,
     Fence,
     Finished,
+    HostReadmitted,
     LeaderElected,
     LeaseExpired,
     Limits,
     MemberJoined,
     PublishView,
-    SilenceConfirmed,
+    SilencesHeard,
     State,
     StoreReturned,
     Tick,
@@ -61,6 +63,7 @@ MAX_CAUSES = 16
 
 __all__ = [
     "Acked",
+    "AllWait",
     "Cause",
     "CheckpointFound",
     "Effect",
@@ -69,12 +72,13 @@ __all__ = [
     "FaultReported",
     "Fence",
     "Finished",
+    "HostReadmitted",
     "LeaderElected",
     "LeaseExpired",
     "Limits",
     "MemberJoined",
     "PublishView",
-    "SilenceConfirmed",
+    "SilencesHeard",
     "State",
     "StoreReturned",
     "Tick",
@@ -128,12 +132,16 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
             outcome = _on_joined(state, event.member)
         case LeaseExpired():
             outcome = _on_expired(state, event)
-        case SilenceConfirmed():
-            outcome = _on_silence(state, event)
+        case SilencesHeard():
+            outcome = _on_silences(state, event)
+        case AllWait():
+            outcome = _on_all_wait(state, event)
         case FaultReported():
             outcome = _on_fault(state, event.fault, event.now_s)
         case Acked():
             outcome = _on_ack(state, event.ack, event.now_s)
+        case HostReadmitted():
+            outcome = replace(state, quarantined=state.quarantined - {event.host}), ()
         case StoreReturned():
             grace_until_s = max(state.grace_until_s, event.now_s + 2 * state.limits.lease_ttl_s)
             outcome = replace(state, grace_until_s=grace_until_s), ()
@@ -220,11 +228,23 @@ def _on_expired(state: State, event: LeaseExpired) -> Outcome:
     return lose(state, [event.member_id], event.now_s, "its lease expired (lease_ttl_s)")
 
 
-def _on_silence(state: State, event: SilenceConfirmed) -> Outcome:
-    observers = set(event.observers) - {event.member_id}
-    if len(observers) < 2:
+def _on_silences(state: State, event: SilencesHeard) -> Outcome:
+    if event.observer in state.fenced:
         return state, ()
-    return lose(state, [event.member_id], event.now_s, f"{len(observers)} hosts hear nothing of it")
+    silences = state.silences.say(event.observer, event.silent, event.gone)
+    state = replace(state, silences=silences)
+    dead = {member for member in (*event.gone, *event.silent) if silences.is_death(member)}
+    why = "its process is gone" if dead <= set(event.gone) else "other hosts hear nothing of it"
+    return lose(state, sorted(dead), event.now_s, why)
+
+
+def _on_all_wait(state: State, event: AllWait) -> Outcome:
+    """A slow network looks the same: it takes a link that heartbeats find dead to call this a failure."""
+    view = state.view
+    is_current = view is not None and view.phase is Phase.RUNNING and event.generation == view.generation
+    if not is_current or not state.silences.links(state.slot_of):
+        return state, ()
+    return _suspect(state, event.step, (), event.now_s), ()
 
 
 def _on_finished(state: State, event: Finished) -> Outcome:
@@ -301,13 +321,14 @@ def _on_fault(state: State, fault: Fault, now_s: float) -> Outcome:
         return _quarantine_spare(state, fault)
     if view is None or fault.generation != view.generation:
         return state, ()
+    is_joining = view.phase is Phase.RESTORING and fault.member in view.joining
+    if fault.kind in (FaultKind.USER_ERROR, FaultKind.BAD_INPUT) and is_joining:
+        # The script fails here and ran elsewhere without an error: this host is to blame.
+        fault = replace(fault, kind=FaultKind.SPARE_FAILED)
     if fault.kind is FaultKind.COLLECTIVE:
         if view.phase not in (Phase.FORMING, Phase.RUNNING, Phase.RESTORING):
             return state, ()  # the abort itself breaks collectives
-        since_s = now_s if state.suspected_at_s is None else state.suspected_at_s
-        pairs = tuple(sorted({*state.pairs, *fault.pairs}))
-        newest = max(state.suspected_step, fault.step)
-        return replace(state, suspected_at_s=since_s, suspected_step=newest, pairs=pairs), ()
+        return _suspect(state, fault.step, fault.pairs, now_s), ()
     if fault.kind is FaultKind.SPARE_FAILED:
         reason = describe(state, fault)
         slot = state.slot_of[fault.member]
@@ -315,6 +336,16 @@ def _on_fault(state: State, fault: Fault, now_s: float) -> Outcome:
         state, effects = open_generation(state, now_s, reason, vacate=[slot])
         return state, (*effects, *fences)
     return _on_worker_fault(state, view, fault, now_s)
+
+
+def _suspect(state: State, step: int, pairs: Sequence[tuple[int, int]], now_s: float) -> State:
+    """A collective failed: a death that explains it has `suspect_s` to become known."""
+    return replace(
+        state,
+        suspected_at_s=now_s if state.suspected_at_s is None else state.suspected_at_s,
+        suspected_step=max(state.suspected_step, step),
+        pairs=tuple(sorted({*state.pairs, *pairs})),
+    )
 
 
 def _quarantine_spare(state: State, fault: Fault) -> Outcome:
@@ -392,22 +423,32 @@ def _on_tick(state: State, now_s: float) -> Outcome:
 
 
 def _resolve_suspicion(state: State, now_s: float) -> Outcome:
-    """Nobody died: try the same members once; if it comes back, replace those whom the reports point at."""
+    """Nobody died: try the same members once; if it comes back, replace those whom the reports point at.
+
+    Where heartbeats find a link between two of them dead, too, trying again is known to fail.
+    """
     view = state.view
     assert view is not None
     last_s = state.unconfirmed_at_s
-    vacate: tuple[int, ...] = ()
-    reason = "A collective failed and no host is known to be dead; the same hosts try again."
+    pairs = [(state.slot_of[a], state.slot_of[b]) for a, b in state.silences.links(state.slot_of)]
     if last_s is not None and now_s - last_s < state.limits.recurrence_s:
-        vacate = smallest_cover([(view.slot_of_rank(a), view.slot_of_rank(b)) for a, b in state.pairs])
-        if len(state.spares) < len(vacate) and state.attempts < state.limits.max_attempts:
-            vacate = ()  # better a bad link than no job
-        if vacate:
-            hosts = ", ".join(host_of(state, view.slots[slot]) for slot in vacate)
-            reason = f"Collectives failed again; {hosts} could not be reached and is replaced."
+        pairs += [(view.slot_of_rank(a), view.slot_of_rank(b)) for a, b in state.pairs]
+    vacate = smallest_cover(pairs)
+    if len(state.spares) < len(vacate) and state.attempts < state.limits.max_attempts:
+        vacate = ()  # better a bad link than no job
+    reason = "A collective failed and no host is known to be dead; the same hosts try again."
+    if vacate:
+        links = "; ".join(sorted({_link(state, view, *pair) for pair in pairs if pair[0] != pair[1]}))
+        hosts = ", ".join(host_of(state, view.slots[slot]) for slot in vacate)
+        reason = f"Collectives fail between hosts that live ({links}): {hosts} is replaced."
     state, count = _count_cause(state, Cause(kind=FaultKind.COLLECTIVE, ranks=(), step=state.suspected_step))
     if not vacate and count > state.limits.max_attempts:
         step_text = f"{count} times at step {state.suspected_step}"
         text = f"Collectives failed {step_text} and no host is to blame: giving up."
         return end(state, Phase.HALTED, USER_ERROR, text)
     return open_generation(replace(state, unconfirmed_at_s=now_s), now_s, reason, vacate=vacate)
+
+
+def _link(state: State, view: View, a: int, b: int) -> str:
+    first, second = sorted((a, b))
+    return f"no link between {host_of(state, view.slots[first])} and {host_of(state, view.slots[second])}"

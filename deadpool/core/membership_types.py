@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from deadpool.core.silence import NO_SILENCES, Silences
 from deadpool.core.types import Ack, Fault, FaultKind, Member, MemberId, Name, View
 
 
@@ -66,6 +67,7 @@ class State:
     suspected_step: int = 0  # newest step of these reports
     pairs: tuple[tuple[int, int], ...] = ()  # (from, to) of these reports
     unconfirmed_at_s: float | None = None  # when a generation was opened for such a failure last
+    silences: Silences = NO_SILENCES
     missing: frozenset[MemberId] = frozenset()  # key gone within the grace time: no evidence yet
     grace_until_s: float = float("-inf")
     finished: int = 0  # bitset of slots
@@ -109,11 +111,21 @@ class LeaseExpired:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SilenceConfirmed:
-    """`observers` heard nothing of the member for `silence_dead_s`. It takes two; else the lease decides."""
+class SilencesHeard:
+    """All that one observer does not hear now; it replaces what it said before. See core/silence.py."""
 
-    member_id: MemberId
-    observers: tuple[MemberId, ...]
+    observer: MemberId
+    now_s: float
+    silent: tuple[MemberId, ...] = ()  # nothing came from them for `silence_dead_s`
+    gone: tuple[MemberId, ...] = ()  # their own hosts say that these processes do not exist
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllWait:
+    """Ranks wait in collectives for longer than the progress timeout, and counts blame nobody."""
+
+    generation: int
+    step: int
     now_s: float
 
 
@@ -142,6 +154,14 @@ class LeaderElected:
     now_s: float
     quarantined: tuple[str, ...] = ()  # hosts
     checkpoint: Name | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReadmitted:
+    """The operator has mended a quarantined host; its next incarnation may be a spare."""
+
+    host: str
+    now_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +198,12 @@ class Tick:
 Event = (
     MemberJoined
     | LeaseExpired
-    | SilenceConfirmed
+    | SilencesHeard
+    | AllWait
     | FaultReported
     | Acked
     | LeaderElected
+    | HostReadmitted
     | StoreReturned
     | Finished
     | CheckpointFound

@@ -26,6 +26,14 @@ class RankProgress:
     is_quiet: bool = False  # in a section that the script declared quiet: it may take as long as it takes
 
 
+def is_waiting(reports: Sequence[RankProgress]) -> bool:
+    """Whether ranks wait in collectives, and none of them is quiet on purpose."""
+    handles = (handle for report in reports for handle in report.handles)
+    return not any(report.is_quiet for report in reports) and any(
+        handle.completed < handle.issued for handle in handles
+    )
+
+
 def find_culprits(reports: Sequence[RankProgress]) -> tuple[int, ...]:
     """Name the ranks that the others wait for.
 

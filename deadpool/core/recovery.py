@@ -189,6 +189,7 @@ def forget(state: State, members: Iterable[MemberId]) -> State:
         members=tuple(m for m in state.members if m.id not in gone),
         missing=state.missing - gone,
         fenced=state.fenced | gone,
+        silences=state.silences.without(gone),
     )
 
 
@@ -408,8 +409,12 @@ def _first_slots(state: State, *, is_late: bool) -> list[MemberId] | None:
 
 
 def _fill(state: State, slots: list[MemberId], holders: placement.Placement) -> tuple[MemberId, ...]:
-    """Give vacant slots to spares, in order of registration; one that keeps the domain rule goes first."""
+    """Give vacant slots to spares, in order of registration.
+
+    One that heartbeats find cut off from another host goes last, one that keeps the domain rule first.
+    """
     pool = list(state.spares)
+    cut = {word[i] for word in state.silences.unheard for i in (0, 1) if word[1 - i] in slots}
     domain_of = {member.id: member.domain for member in state.members}
     chosen = []
     for slot in _vacant(slots):
@@ -417,7 +422,7 @@ def _fill(state: State, slots: list[MemberId], holders: placement.Placement) -> 
             break
         near = set(holders[slot]) | {s for s, entry in enumerate(holders) if slot in entry}
         taken = {domain_of.get(slots[s], "") for s in near} - {""}
-        spare = min(pool, key=lambda member: member.domain in taken)
+        spare = min(pool, key=lambda member: (member.id in cut, member.domain in taken))
         pool.remove(spare)
         slots[slot] = spare.id
         chosen.append(spare.id)

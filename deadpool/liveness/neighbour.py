@@ -13,14 +13,12 @@ from enum import Enum
 from typing import Generic, TypeVar, assert_never
 
 from deadpool.config import LivenessConfig
+from deadpool.core.silence import OBSERVERS_NEEDED
 from deadpool.core.types import MemberId
 from deadpool.events import boottime_s
 from deadpool.liveness.pause import PauseMeter
 
 logger = logging.getLogger(__name__)
-
-OBSERVERS_NEEDED = 2
-"""Observers that must agree before a silence counts as death (DESIGN section 7)."""
 
 LEASE_DECIDES = 0
 """Stands for the observers needed where only one member watches another: its lease alone decides."""

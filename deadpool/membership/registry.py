@@ -276,6 +276,11 @@ class Registry:
         """Keep a host out of further placement."""
         self.store.put(f"{self.prefix}quarantine/{quarantine.host}", _encode(quarantine))
 
+    def readmit(self, host: str) -> bool:
+        """Take a host back into placement; False if it was not quarantined."""
+        key = f"{self.prefix}quarantine/{host}"
+        return self.store.transaction([is_present(key)], deletes=[KeyRange(start=key)]) is not None
+
     def quarantined(self) -> tuple[Quarantine, ...]:
         return self._list("quarantine/", Quarantine)
 

@@ -19,7 +19,7 @@ import msgspec
 
 from deadpool.config import Config
 from deadpool.core.types import Member, MemberId, Name, Phase, View
-from deadpool.errors import DeadPoolError, StoreUnavailable
+from deadpool.errors import DeadPoolError, ExitCode, StoreUnavailable
 from deadpool.events import EventLog
 from deadpool.membership.etcd import EtcdStore
 from deadpool.membership.lease import LeaseKeeper
@@ -31,6 +31,7 @@ from deadpool.membership.records import (
     LeaderPut,
     MemberGone,
     MemberPut,
+    QuarantineGone,
     RegistryEvent,
     StoreLost,
     StoreReached,
@@ -47,9 +48,7 @@ from deadpool.runtime.endpoints import etcd_config, own_address
 from deadpool.runtime.fetch import Fetcher
 from deadpool.runtime.host import Host, HostCallbacks
 from deadpool.runtime.leadership import Leadership
-from deadpool.runtime.messages import (
-    Heartbeat,
-)
+from deadpool.runtime.messages import Heartbeat
 from deadpool.runtime.parts import HostParts, first_name
 from deadpool.runtime.peers import Peers, PeersCallbacks
 from deadpool.runtime.protection import Protection, ProtectionCallbacks
@@ -58,7 +57,7 @@ from deadpool.runtime.push import HolderPusher
 from deadpool.runtime.result import note_agent
 from deadpool.runtime.servers import Servers, StreamCallbacks
 from deadpool.runtime.stalls import Stalls
-from deadpool.runtime.starting import claim_token, describe_member
+from deadpool.runtime.starting import Launch, claim_token, describe_member
 from deadpool.runtime.status import describe
 from deadpool.runtime.waits import LongWaits
 from deadpool.runtime.workforce import Worker, WorkerState, Workforce, WorkforceCallbacks
@@ -79,25 +78,24 @@ class Agent:
         config: configuration of the job.
         run_dir: folder of the run.
         host: label of this host, part of every member id.
-        run_id: equal for all agents of one launch; "" if agents are started one by one.
-        token: the launch's token; the job's own may be another (the first agent's).
+        launch: see Launch.
     """
 
-    def __init__(self, config: Config, run_dir: Path, host: str, run_id: str, token: str) -> None:
+    def __init__(self, config: Config, run_dir: Path, host: str, launch: Launch) -> None:
         self.config = config
         self.run_dir = run_dir
         self.host_label = host
         self.id: MemberId = f"{host}-{secrets.token_hex(3)}"
-        self._run_id = run_id
-        self._token = token
+        self._launch = launch
+        self.token = launch.token
         self._queue: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
-        self.log = EventLog(
-            run_dir / f"events-{self.id}.jsonl", run_id or config.job.job_id, self.id, console=self._say
-        )
+        run_id = launch.run_id or config.job.job_id
+        self.log = EventLog(run_dir / f"events-{self.id}.jsonl", run_id, self.id, console=self._say)
         self.address = config.run.address or own_address(config.membership)
         self._members: dict[MemberId, Member] = {}
         self._reached = False
         self._has_servers = False
+        self.is_member = False  # workers are ready, and what belongs to a member is there
         self._view_revision = 0
         self._build()
 
@@ -127,7 +125,9 @@ class Agent:
         config = self.config
         self.store_client = EtcdStore(etcd_config(config.membership))
         self.registry = Registry(self.store_client, config.job.job_id)
-        self.writer = RegistryWriter()
+        self.writer = RegistryWriter(
+            lambda what, error: self.post(self.ending.give_up, f"{what} could not be written: {error!r}")
+        )
         self.memory = HostMemoryStore(self.id)
         self.leadership = Leadership(
             self.id,
@@ -172,7 +172,7 @@ class Agent:
     def _start(self) -> None:
         config = self.config
         self.store_client.connect(START_STORE_S)
-        self._token = claim_token(self.registry, config, self._run_id, self._token, self.host_label)
+        self.token = claim_token(self.registry, config, self._launch, self.host_label)
         self.workforce.start(config.job.nproc_per_node)
         self._start_servers()
         self._wait_until_parked()
@@ -185,6 +185,7 @@ class Agent:
             self.workforce.versions,
         )
         self._make_parts()
+        self.is_member = True
         self.lease = LeaseKeeper(
             self.store_client,
             config.membership.lease_ttl_s,
@@ -200,7 +201,7 @@ class Agent:
     def _start_servers(self) -> None:
         self.servers = Servers(
             self.address,
-            self._token,
+            self.token,
             self.memory,
             self.config.store,
             StreamCallbacks(
@@ -212,7 +213,7 @@ class Agent:
         self.peers = Peers(
             self.id,
             self.address,
-            self._token,
+            self.token,
             self.config,
             self.log,
             PeersCallbacks(
@@ -278,7 +279,7 @@ class Agent:
         self.fetcher = Fetcher(self.servers.transport, self.memory, lambda: dict(self._members), self.post)
         self.host = Host(
             self.member,
-            self._token,
+            self.token,
             HostParts(
                 config=self.config,
                 run_dir=self.run_dir,
@@ -337,7 +338,10 @@ class Agent:
         self.ending.check_store(self.host.view, self.lease is not None and self.lease.reaches_store)
         self.workforce.tick()
         self.host.tick()
+        view = self.host.view
+        self.peers.tick(self.leadership.leader_id, () if view is None else (*view.slots, *view.leaving))
         self.protection.tick()
+        self.checkpoints.tick()
         self._check_lease()
         if self.ending.view is None:
             self.courier.report(self.stalls.check(self.host.view))
@@ -352,7 +356,7 @@ class Agent:
         """End everything this agent owns, within bounds."""
         if self._has_servers:
             self.peers.close()
-        if hasattr(self, "checkpoints"):
+        if self.is_member:
             self.checkpoints.close()
         self.leadership.close()
         self.workforce.stop_all(STOP_WORKERS_S)
@@ -385,7 +389,7 @@ class Agent:
                 if member_id != self.id:
                     self._members.pop(member_id, None)
                     self.peers.set_members(self._members)
-                self.leadership.act(lambda leader: leader.lease_expired(member_id))
+                self.leadership.on_member_gone(member_id)
             case LeaderPut(member_id=member_id, term=term):
                 self.leadership.on_leader(member_id, term)
                 self.peers.repeat_observations()
@@ -404,6 +408,8 @@ class Agent:
                 self.leadership.act(lambda leader: leader.fault(fault))
             case FinishedPut(member_id=member_id, generation=generation):
                 self.leadership.act(lambda leader: leader.finished(member_id, generation))
+            case QuarantineGone(host=host):
+                self.leadership.act(lambda leader: leader.readmitted(host))
             case StoreReached():
                 if self._reached:
                     self.log.emit("store.reachable", seconds=0.0)
@@ -411,8 +417,6 @@ class Agent:
                 self._reached = True
             case StoreLost(problem=problem):
                 self.log.emit("store.unreachable", reason=problem)
-            case _:
-                pass
 
     def _on_view(self, view: View) -> None:
         if view.phase is Phase.ABORTING:
@@ -446,8 +450,7 @@ class Agent:
         return None if found is None else (found.address, found.data_port)
 
     def _generation(self) -> int:
-        host = getattr(self, "host", None)
-        return host.view.generation if host is not None and host.view is not None else 0
+        return self.host.view.generation if self.is_member and self.host.view is not None else 0
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(
@@ -470,16 +473,17 @@ class Agent:
     def _on_replaced(self, why: str) -> None:
         if self.ending.view is None:
             self.log.emit("member.fenced", generation=self._generation(), reason=why)
+            self.workforce.exit_all(ExitCode.REPLACED, "its host was replaced")
             view = self.host.view
             raise Replaced(why, is_awaited=view is not None and "" in view.slots)
 
     def _on_parked(self, worker: Worker) -> None:
         self.log.emit("worker.ready", pid=worker.handle.pid, seconds=self.workforce.ready_s)
-        if hasattr(self, "host"):
+        if self.is_member:
             self.host.on_parked(worker)
 
     def _on_lost(self, worker: Worker, cause: str) -> None:
-        if hasattr(self, "host"):
+        if self.is_member:
             self.host.on_lost(worker, cause)
         elif worker.state is WorkerState.GONE:
             raise DeadPoolError(

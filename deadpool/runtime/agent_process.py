@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -15,7 +16,10 @@ from deadpool.config import Config
 from deadpool.errors import ConfigError, DeadPoolError, ExitCode, Fenced, StoreUnavailable
 from deadpool.liveness.health import check_health
 from deadpool.runtime.agent import Agent
-from deadpool.runtime.ending import Replaced
+from deadpool.runtime.ending import STORE_LIMIT_S, Replaced
+from deadpool.runtime.starting import Launch
+
+RETRY_S = 1.0
 
 REJOIN_DELAY_S = 1.0
 """A replaced host comes back after this, unless a slot is vacant. Its fresh workers load torch for seconds of
@@ -52,8 +56,10 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
     health = check_health()
     if not health.is_healthy:
         return _complain(health.problems, ExitCode.USER_ERROR)
+    launch = Launch(run_id=run_id, token=token)
+    retry_until_s = 0.0
     while True:
-        agent = Agent(config, run_dir, host, run_id, token)
+        agent = Agent(config, run_dir, host, launch)
         current[:] = [agent]
         if received:
             agent.ending.signal = received[-1]
@@ -62,6 +68,8 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
         except Replaced as error:
             # The wish for a slot is for the first start only.
             config = replace(config, run=replace(config.run, node_rank=None))
+            launch = Launch(run_id=run_id, token=agent.token, is_return=True)
+            retry_until_s = time.monotonic() + STORE_LIMIT_S
             if not error.is_awaited:
                 threading.Event().wait(REJOIN_DELAY_S)
         except Fenced as error:
@@ -69,6 +77,9 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
         except ConfigError as error:
             return _complain(error.problems, ExitCode.BAD_INPUT)
         except StoreUnavailable as error:
+            if time.monotonic() < retry_until_s and not received:
+                threading.Event().wait(RETRY_S)  # replaced because it was cut off: it may take a while to be heard again
+                continue
             problem = f"control plane unreachable: {error}"
             return _complain((problem,), ExitCode.CONTROL_PLANE_UNREACHABLE)
         except DeadPoolError as error:

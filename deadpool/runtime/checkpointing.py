@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ from deadpool.store.segment import Segment, SegmentKind
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 10.0
+REPEAT_S = 5.0
+REPEATS = 4  # of the word that a shard is durable: the message, or the leader that heard it, may be lost
 
 Parts = dict[str, memoryview]  # of a shard, by name
 Place = Callable[[Mapping[str, int]], dict[str, memoryview]]
@@ -78,7 +81,22 @@ class CheckpointTier:
         self._callbacks = callbacks
         self._begun: set[tuple[int, Name]] = set()
         self._shards: dict[Name, dict[int, Shard]] = {}
+        self._being_completed: set[Name] = set()
+        self._to_repeat: dict[int, tuple[Name, Shard, int]] = {}  # rank -> its newest shard, times left
+        self._repeat_at_s = 0.0
         self._threads: list[threading.Thread] = []
+
+    def tick(self) -> None:
+        """Say again which shards are durable."""
+        if not self._to_repeat or time.monotonic() < self._repeat_at_s:
+            return
+        self._repeat_at_s = time.monotonic() + REPEAT_S
+        for rank, (name, shard, times) in list(self._to_repeat.items()):
+            if times == 0 or (self.complete is not None and self.complete >= name):
+                del self._to_repeat[rank]
+                continue
+            self._to_repeat[rank] = (name, shard, times - 1)
+            self._callbacks.written(name, shard)
 
     def save(self, ranks: Sequence[int], name: Name) -> None:
         """Write the shards of `ranks` from the own banks that hold `name`; each at most once."""
@@ -97,11 +115,14 @@ class CheckpointTier:
 
     def shard_written(self, name: Name, shard: Shard) -> bool:
         """Leader: a host wrote a shard. True once all are there and the manifest is being written."""
+        if name in self._being_completed or (self.complete is not None and name <= self.complete):
+            return False
         shards = self._shards.setdefault(name, {})
         shards[shard.rank] = shard
         if len(shards) < self._world_size:
             return False
         del self._shards[name]
+        self._being_completed.add(name)
         self._start(lambda: self._write_manifest(name, list(shards.values())), "checkpoint-manifest")
         return True
 
@@ -190,7 +211,12 @@ class CheckpointTier:
             self._post(self._begun.discard, (rank, name))  # it may be tried again
             return
         self._log.emit("checkpoint.written", rank=rank, step=name.step, bytes=shard.n_bytes)
-        self._post(self._callbacks.written, name, shard)
+        self._post(self._on_written, name, shard)
+
+    def _on_written(self, name: Name, shard: Shard) -> None:
+        self._to_repeat[shard.rank] = (name, shard, REPEATS)
+        self._repeat_at_s = time.monotonic() + REPEAT_S
+        self._callbacks.written(name, shard)
 
     def _copy(self, rank: int, name: Name, kind: SegmentKind = SegmentKind.OWN) -> Parts:
         """A private copy of a bank, taken while nobody may overwrite it."""
@@ -228,12 +254,14 @@ class CheckpointTier:
             prune(self.root)
         except (SnapshotError, OSError) as error:
             logger.warning("checkpoint of step %d is not complete: %s", name.step, error)
+            self._post(self._being_completed.discard, name)
             return
         self._log.emit("checkpoint.complete", step=name.step, path=str(self.root))
         self._post(self._note_complete, name)
 
     def _note_complete(self, name: Name) -> None:
         self.complete = name
+        self._being_completed.discard(name)
         self._begun = {(rank, begun) for rank, begun in self._begun if begun > name}
         self._shards = {begun: shards for begun, shards in self._shards.items() if begun > name}
         self._callbacks.completed(name)

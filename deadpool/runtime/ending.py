@@ -100,7 +100,8 @@ class Ending:
             self._workforce.exit_all(view.exit_code or int(ExitCode.USER_ERROR), view.reason)
 
     def give_up(self, why: str) -> None:
-        """This host cannot run workers."""
+        """This host is of no use to the job."""
+        self._log.emit("agent.failed", reason=why)
         raise AgentEnd(int(ExitCode.USER_ERROR), why)
 
     def worker_ended(self, worker: Worker, code: int) -> None:

@@ -69,7 +69,21 @@ class FaultReports:
             text = f"worker of rank {rank} {cause}"
             self.report(kind, tuple(sorted(self._lost)), text, worker.finished_step + 1)
 
-    def report(self, kind: FaultKind, ranks: tuple[int, ...], detail: str, step: int) -> None:
+    def not_rebuilt(self, worker: Worker, why: str, unreached: tuple[int, ...]) -> None:
+        """The communicators of a rank were not built; it did not reach these ranks."""
+        rank = worker.rank
+        pairs = tuple((rank, other) for other in unreached)
+        text = f"rebuild: {why}"
+        self.report(FaultKind.COLLECTIVE, (rank,), text, worker.finished_now() + 1, pairs)
+
+    def report(
+        self,
+        kind: FaultKind,
+        ranks: tuple[int, ...],
+        detail: str,
+        step: int,
+        pairs: tuple[tuple[int, int], ...] = (),
+    ) -> None:
         """Tell the leader, through the control plane."""
         fault = Fault(
             kind=kind,
@@ -77,6 +91,7 @@ class FaultReports:
             generation=self._generation,
             ranks=ranks,
             step=max(0, step),
+            pairs=pairs,
             detail=detail,
         )
         parts = self._parts

@@ -356,9 +356,8 @@ class Host:
             case Restored():
                 if self._generation.restoring is not None:
                     self._generation.restoring.check_restored()
-            case RestoreFailed(why=why):
-                step = worker.finished_now() + 1
-                self._faults.report(FaultKind.COLLECTIVE, (worker.rank,), f"rebuild: {why}", step)
+            case RestoreFailed(why=why, unreached=unreached):
+                self._faults.not_rebuilt(worker, why, unreached)
             case WorkerDone():
                 self._check_done()
             case FirstStep():
@@ -389,11 +388,7 @@ class Host:
         view = self.view
         if view is None or view.phase is Phase.ABORTING:
             return
-        if view.phase is Phase.RESTORING and self._member.id in view.joining and not message.collective:
-            # The script built here what it built elsewhere without an error: this host is to blame.
-            self._faults.report(FaultKind.SPARE_FAILED, (worker.rank,), message.text, 0)
-        else:
-            self._faults.raised(worker.rank, message)
+        self._faults.raised(worker.rank, message)
 
     def _on_attach(self, worker: Worker, message: Attach) -> None:
         rank = worker.rank

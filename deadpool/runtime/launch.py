@@ -27,6 +27,7 @@ from deadpool.runtime.worker import die_with_parent
 
 ENVIRONMENT = "DEADPOOL_AGENT"
 END_GRACE_S = 10.0  # after the first host ended: how long hosts that are not in the final View may take
+REAP_LIMIT_S = 5.0  # a killed process that takes longer is stuck in the kernel
 STOP_GRACE_S = 15.0  # after Ctrl-C or SIGTERM
 TICK_S = 0.25
 RESPAWN_LIMIT = 1000
@@ -184,7 +185,10 @@ class StandaloneRun:
             if host.process.poll() is None:
                 host.process.kill()
         for host in self._hosts:
-            host.process.wait()
+            try:
+                host.process.wait(REAP_LIMIT_S)
+            except subprocess.TimeoutExpired:  # in an uninterruptible call: it ends with it
+                print(f"deadpool: host h{host.index} (pid {host.process.pid}) is killed and still there")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = number

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deadpool.core import membership, progress
@@ -86,7 +86,6 @@ class Leader:
         self._state = membership.initial_state(limits, *shape)
         self._revision = 0
         self._published: View | None = None
-        self._silences: dict[MemberId, set[MemberId]] = {}
         self._stall: _Stall | None = None
         self._stall_again_s = 0.0  # no new look at a stall before
         self._lasting: _Stall | None = None  # the first look at a stall that goes on
@@ -130,30 +129,20 @@ class Leader:
         self._feed(membership.MemberJoined(member=member, now_s=time.monotonic()))
 
     def lease_expired(self, member: MemberId) -> None:
-        self._silences.pop(member, None)
-        for observers in self._silences.values():
-            observers.discard(member)  # the word of a lost host counts no more
         self._note_lost(member, "lease_expired")
         self._feed(membership.LeaseExpired(member_id=member, now_s=time.monotonic()))
 
-    def silent(self, observer: MemberId, member: MemberId, gone: bool, back: bool) -> None:
-        """One observer's word. Two observers, or the host's own refusal, confirm it."""
-        observers = self._silences.setdefault(member, set())
-        if back:
-            observers.discard(observer)
-            return
-        observers.add(observer)
-        if gone:
-            # "Connection refused" is the word of the host itself that this process does not exist.
-            observers.add(f"host of {member}")
-        if len(observers) >= 2:
-            del self._silences[member]
-            self._note_lost(member, "process_gone" if gone else "silence")
-            self._feed(
-                membership.SilenceConfirmed(
-                    member_id=member, observers=tuple(sorted(observers)), now_s=time.monotonic()
-                )
+    def silent(self, observer: MemberId, silent: Sequence[MemberId], gone: Sequence[MemberId]) -> None:
+        """All that one observer does not hear now."""
+        said = self._state.silences.say(observer, silent, gone)
+        for member in (*silent, *gone):
+            if said.is_death(member):
+                self._note_lost(member, "process_gone" if member in gone else "silence")
+        self._feed(
+            membership.SilencesHeard(
+                observer=observer, silent=tuple(silent), gone=tuple(gone), now_s=time.monotonic()
             )
+        )
 
     def fault(self, fault: Fault) -> None:
         view = self._state.view
@@ -190,6 +179,9 @@ class Leader:
     def checkpoint_found(self, name: Name) -> None:
         self._feed(membership.CheckpointFound(name=name, now_s=time.monotonic()))
 
+    def readmitted(self, host: str) -> None:
+        self._feed(membership.HostReadmitted(host=host, now_s=time.monotonic()))
+
     def store_returned(self) -> None:
         self._feed(membership.StoreReturned(now_s=time.monotonic()))
 
@@ -223,6 +215,9 @@ class Leader:
         else:
             first = first if first is not None and first.generation == stall.generation else stall
             self._lasting = first if first.is_like(stall) else None
+            if progress.is_waiting(reports):
+                step = 1 + max(report.finished_step for report in reports)
+                self._feed(membership.AllWait(generation=view.generation, step=step, now_s=time.monotonic()))
         for rank in culprits:
             report = stall.reports[rank]
             why = "its process is stopped" if report.tick_frozen else "it did not join a collective"

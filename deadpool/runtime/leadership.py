@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from deadpool.config import Config
 from deadpool.core import membership
+from deadpool.core.silence import Silences
 from deadpool.core.types import MemberId, Name
 from deadpool.errors import LeaseLost, StoreUnavailable
 from deadpool.events import EventLog
@@ -23,7 +24,6 @@ from deadpool.runtime.messages import Silent
 from deadpool.runtime.writer import RegistryWriter
 
 RETRY_S = 0.5
-OBSERVERS_NEEDED = 2
 
 
 class Leadership:
@@ -60,7 +60,7 @@ class Leadership:
         self._find_checkpoint = find_checkpoint
         self._growth = Growth(config.membership.grow_command, config.job.spares > 0, log)
         self._next_try_s = 0.0
-        self._silence: dict[MemberId, set[MemberId]] = {}  # of leaders: member -> who observed it
+        self._silences = Silences()  # judged here only if they concern the leader
 
     def tick(self, lease: Lease) -> None:
         """Lead on, or campaign if nobody leads."""
@@ -100,20 +100,19 @@ class Leadership:
 
     def on_silent(self, message: Silent) -> None:
         """A silence: the leader judges it; that of the leader itself lets any member end its lease."""
-        self.act(lambda leader: leader.silent(message.observer, message.member, message.gone, message.back))
-        if self.leader is not None or message.member != self.leader_id:
-            return
-        observers = self._silence.setdefault(message.member, set())
-        if message.back:
-            observers.discard(message.observer)
-            return
-        observers.add(message.observer)
-        if message.gone or len(observers) >= OBSERVERS_NEEDED:
-            self._silence.pop(message.member, None)
-            member = message.member
+        self._silences = self._silences.say(message.observer, message.silent, message.gone)
+        self.act(lambda leader: leader.silent(message.observer, message.silent, message.gone))
+        member = self.leader_id
+        if self.leader is None and self._silences.is_death(member):
+            self._silences = self._silences.without({member})
             self._writer.put(
                 message.generation, "eviction of the leader", lambda: self._registry.evict(member)
             )
+
+    def on_member_gone(self, member: MemberId) -> None:
+        """A registration is gone; so is the word of who had it."""
+        self._silences = self._silences.without({member})
+        self.act(lambda leader: leader.lease_expired(member))
 
     def close(self) -> None:
         """End what was started for the job."""

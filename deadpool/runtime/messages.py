@@ -88,6 +88,7 @@ class RestoreFailed(Message, frozen=True, kw_only=True, tag=True):
 
     generation: int
     why: str
+    unreached: tuple[int, ...] = ()  # ranks that did not come, or whose host does not answer this one
 
 
 class FirstStep(Message, frozen=True, kw_only=True, tag=True):
@@ -180,6 +181,7 @@ class Restore(Message, frozen=True, kw_only=True, tag=True):
     bank: int
     rendezvous: tuple[str, int]
     timeout_s: float  # for the rebuild, the other hosts' fetching and building included
+    peers: tuple[tuple[int, str, int], ...] = ()  # (first rank, address, control port) of every other host
 
 
 class Finish(Message, frozen=True, kw_only=True, tag=True):
@@ -216,13 +218,12 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Silent(Message, frozen=True, kw_only=True, tag=True):
-    """`observer` has not heard `member` for silence_dead_s, or its host says the process is gone."""
+    """All that `observer` does not hear now; it replaces what it said before, and is said again."""
 
     observer: str
-    member: str
     generation: int
-    gone: bool
-    back: bool = False  # it was heard again: the observation is withdrawn
+    silent: tuple[str, ...] = ()  # nothing came from them for silence_dead_s
+    gone: tuple[str, ...] = ()  # their own hosts say that these processes do not exist
 
 
 class Relay(Message, frozen=True, kw_only=True, tag=True):

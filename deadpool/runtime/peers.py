@@ -7,7 +7,7 @@ agent's main thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from deadpool.config import Config
@@ -16,6 +16,9 @@ from deadpool.events import EventLog
 from deadpool.liveness.neighbour import NeighbourWatch, SilenceCallbacks, SilenceDetector
 from deadpool.runtime.control import ControlCallbacks, ControlPlane
 from deadpool.runtime.messages import Control, Heartbeat, Hello, Silent
+
+REPEAT_S = 1.0
+LAST_WORDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,8 @@ class Peers:
         self._known: set[MemberId] = set()
         self._gone: set[MemberId] = set()  # their hosts said that no such process exists
         self._silent: set[MemberId] = set()  # not heard for silence_dead_s
+        self._repeat_at_s = 0.0
+        self._last_words = 0  # repetitions left of "I hear everybody"
         self._is_over = False
         self._reaches: dict[MemberId, tuple[float, bool]] = {}  # when heard, and whether it reaches the store
         self._control = ControlPlane(
@@ -112,8 +117,31 @@ class Peers:
 
     def repeat_observations(self) -> None:
         """Another member leads now: it knows nothing of what was said to the one before."""
-        for peer in self._gone | self._silent:
-            self._say(peer, gone=peer in self._gone, back=False)
+        if self._gone or self._silent:
+            self._say(self._known)
+
+    def tick(self, leader: MemberId, named: Collection[MemberId]) -> None:
+        """Say again what is not heard: a message may be lost with its connection.
+
+        Args:
+            leader: who judges; if it is the silent one, or nobody leads, all members hear of it.
+            named: members that the View names; one that is silent and not registered any more still counts.
+        """
+        now_s = time.monotonic()
+        if now_s < self._repeat_at_s or self._is_over:
+            return
+        self._repeat_at_s = now_s + REPEAT_S
+        unregistered = set(named) - self._known
+        self._gone &= self._known | unregistered
+        self._silent = (self._silent & unregistered) | set(self._neighbours.silent())
+        accused = self._gone | self._silent
+        if accused:
+            self._last_words = LAST_WORDS
+        elif self._last_words:
+            self._last_words -= 1
+        else:
+            return
+        self._say({leader} if leader in self._known - accused else self._known)
 
     def send(self, member: MemberId, message: Control) -> None:
         self._control.send(member, message)
@@ -151,7 +179,7 @@ class Peers:
             return
         (self._gone if gone else self._silent).add(peer)
         self._log.emit("liveness.silent", subject=peer, age_s=0.0 if gone else self._silence_dead_s)
-        self._say(peer, gone=gone, back=False)
+        self._say(self._known)
 
     def _on_suspect(self, peer: MemberId, age_s: float) -> None:
         self.suspects.add(peer)
@@ -161,11 +189,15 @@ class Peers:
         self.suspects.discard(peer)
         self._silent.discard(peer)
         self._log.emit("liveness.returned", subject=peer)
-        self._say(peer, gone=False, back=True)
+        self._say(self._known)
 
-    def _say(self, peer: MemberId, *, gone: bool, back: bool) -> None:
-        generation = self._callbacks.heartbeat().generation
-        message = Silent(observer=self._member, member=peer, generation=generation, gone=gone, back=back)
-        for other in self._known - self._gone - {peer, self._member}:
+    def _say(self, to: Collection[MemberId]) -> None:
+        message = Silent(
+            observer=self._member,
+            generation=self._callbacks.heartbeat().generation,
+            silent=tuple(sorted(self._silent - self._gone)),
+            gone=tuple(sorted(self._gone)),
+        )
+        for other in set(to) - self._gone - self._silent - {self._member}:
             self._control.send(other, message)
         self._callbacks.silent(message)

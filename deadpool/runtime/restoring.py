@@ -157,8 +157,17 @@ class Restoring:
                     rendezvous=(host.address, host.rendezvous_port),
                     timeout_s=self._parts.config.communicator.rebuild_timeout_s
                     + restore_extra_s(self._parts),
+                    peers=self._peers(),
                 ),
             )
+
+    def _peers(self) -> tuple[tuple[int, str, int], ...]:
+        members = self._members()
+        return tuple(
+            (self._view.ranks_of_slot(slot)[0], members[each].address, members[each].control_port)
+            for slot, each in enumerate(self._view.slots)
+            if each != self._member and each in members
+        )
 
     def check_restored(self) -> None:
         """Ack once every rank of this host stands at the rollback step."""

@@ -24,6 +24,7 @@ from deadpool.communicator.rendezvous import RendezvousStore
 from deadpool.core.types import Name
 from deadpool.errors import CollectiveAborted, Fenced, IntegrationError, LayoutMismatch, RebuildTimeout
 from deadpool.liveness.progress import WorkerPage
+from deadpool.liveness.reach import find_unreachable
 from deadpool.runtime.injector import Injector
 from deadpool.runtime.messages import (
     Abort,
@@ -344,10 +345,18 @@ class TrainingSession:
                 self._restore(message)
             except (CollectiveAborted, RebuildTimeout) as error:
                 if message.generation > self.communicators.closed_generation:
-                    self.worker.send(RestoreFailed(generation=message.generation, why=str(error)))
+                    self._report_failed(message, error)
                 continue
             if self._await_running():
                 return
+
+    def _report_failed(self, restore: Restore, error: CollectiveAborted | RebuildTimeout) -> None:
+        """Name whom this rank did not reach: hosts that others reach may be cut off from this one."""
+        unreached = error.missing if isinstance(error, RebuildTimeout) else ()
+        if not unreached:
+            silent = find_unreachable([(host, port) for _, host, port in restore.peers])
+            unreached = tuple(restore.peers[index][0] for index in silent)
+        self.worker.send(RestoreFailed(generation=restore.generation, why=str(error), unreached=unreached))
 
     def _unwind(self, abort: Abort) -> None:
         """Captures drained: this worker is quiet. Then the garbage of the aborted step goes."""

@@ -5,38 +5,53 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from deadpool.config import Config
 from deadpool.core.types import Member, MemberId
 from deadpool.errors import Fenced
 from deadpool.membership.claim import claim_job
 from deadpool.membership.records import JobClaim
-from deadpool.membership.registry import Registry
+from deadpool.membership.registry import Registry, decode_record
 from deadpool.runtime.servers import Servers
 
 
-def claim_token(registry: Registry, config: Config, run_id: str, token: str, host: str) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What an incarnation knows of the job before it has spoken to the control plane."""
+
+    run_id: str  # equal for all agents of one launch; "" if they are started one by one
+    token: str  # proposed by this agent, and the first agent's counts; the job's own if this one returns
+    is_return: bool = False  # an incarnation before this one was replaced
+
+
+def claim_token(registry: Registry, config: Config, launch: Launch, host: str) -> str:
     """Claim the job id, or join the job that has it; returns the job's token.
 
     Args:
         registry: of the job id.
         config: configuration of the job.
-        run_id: equal for all agents of one launch; "" if they are started one by one.
-        token: proposed by this agent; the first agent's counts.
+        launch: see Launch.
         host: label of this host.
 
     Raises:
         ConfigError: a live job has this id.
-        Fenced: the job turned this host away; its members would be turned away again.
+        Fenced: the job turned this host away, or is over; the next incarnation would fare no better.
         StoreUnavailable: the control plane does not answer.
     """
     claim = JobClaim(
-        run_id=run_id,
-        token=token,
+        run_id=launch.run_id,
+        token=launch.token,
         n_members=config.job.nnodes + config.job.spares,
         claimed_by=f"{socket.gethostname()}:{os.getpid()}",
     )
-    claimed = claim_job(registry, claim, config.membership.lease_ttl_s).token
+    if launch.is_return:  # never into another job, and not into a new one that only this host would form
+        found = registry.store.get(registry.job_key)
+        if found is None or decode_record(found, JobClaim).token != launch.token:
+            raise Fenced(f"host {host} was replaced, and job {registry.job_id} ended before it came back")
+        claimed = launch.token
+    else:
+        claimed = claim_job(registry, claim, config.membership.lease_ttl_s).token
     for quarantine in registry.quarantined():
         if quarantine.host == host:
             raise Fenced(f"this job quarantined host {host}: {quarantine.reason}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from deadpool.core.types import Phase
 from deadpool.events import boottime_s
 from deadpool.report import AgentStatus, Protected, WorkerStatus
 
@@ -13,7 +14,18 @@ if TYPE_CHECKING:
 
 
 def describe(agent: Agent) -> AgentStatus:
-    """Read from a connection thread, so nothing here waits or locks for long."""
+    """Read from a connection thread, so nothing here waits or locks for long.
+
+    It may be asked while this host still starts its workers: then it knows of no job yet.
+    """
+    if not agent.is_member:
+        return AgentStatus(
+            member=agent.id,
+            host=agent.host_label,
+            generation=0,
+            phase=Phase.FORMING.value,
+            workers=_workers(agent),
+        )
     view = agent.host.view
     protection = agent.protection
     protected = protection.protected
@@ -30,15 +42,7 @@ def describe(agent: Agent) -> AgentStatus:
         granted_ttl_s=lease.granted_ttl_s if lease else None,
         lease_left_s=lease.deadline_s - boottime_s() if lease else None,
         suspects=tuple(agent.peers.suspects),
-        workers=tuple(
-            WorkerStatus(
-                rank=None if worker.handle.is_parked else worker.rank,
-                pid=worker.handle.pid,
-                state=worker.state.value,
-                finished_step=worker.finished_now(),
-            )
-            for worker in tuple(agent.workforce.workers)
-        ),
+        workers=_workers(agent),
         protected=None
         if protected is None
         else Protected(
@@ -50,4 +54,16 @@ def describe(agent: Agent) -> AgentStatus:
         degraded=agent.protection_log.degraded,
         memory_bytes=agent.memory.memory_bytes(),
         bytes_sent=agent.servers.bytes_sent,
+    )
+
+
+def _workers(agent: Agent) -> tuple[WorkerStatus, ...]:
+    return tuple(
+        WorkerStatus(
+            rank=None if worker.handle.is_parked else worker.rank,
+            pid=worker.handle.pid,
+            state=worker.state.value,
+            finished_step=worker.finished_now(),
+        )
+        for worker in tuple(agent.workforce.workers)
     )

@@ -139,7 +139,7 @@ class WorkerProcess:
     def run(self) -> int:
         """Park until assigned, run the script, and return the exit code."""
         while True:
-            message = self._inbox.get()
+            message = self.receive()
             if not isinstance(message, Assign):
                 continue  # namings or aborts of a generation this worker never joined
             self.assignment = message

@@ -50,6 +50,8 @@ class WorkerState(Enum):
     GONE = "gone"
 
 
+EXIT_GRACE_S = 1.0
+
 _HAS_COMMUNICATORS = {
     WorkerState.RUNNING,
     WorkerState.ABORTING,
@@ -84,7 +86,12 @@ class Worker:
 
     def finished_now(self) -> int:
         """Newest finished step, from the worker's page."""
-        return 0 if self.state is WorkerState.GONE else self.handle.page.sample().finished_step
+        if self.state is WorkerState.GONE:
+            return 0
+        try:
+            return self.handle.page.sample().finished_step
+        except ValueError:
+            return 0  # asked from another thread, and unmapped meanwhile
 
     def enter(self, state: WorkerState) -> None:
         self.state = state
@@ -130,6 +137,7 @@ class Workforce:
         self._callbacks = callbacks
         self._watch = ProcessWatch()
         self._finishing = False
+        self._exiting = False
 
     # ---- processes -----------------------------------------------------------------------------------
 
@@ -158,7 +166,12 @@ class Workforce:
                 self.replace(worker.handle.local_rank)
 
     def stop_all(self, timeout_s: float) -> None:
-        """Kill and reap everything, within the bound."""
+        """Kill and reap everything, within the bound. Who was told to end has a moment to do so itself."""
+        grace_s = time.monotonic() + EXIT_GRACE_S
+        while self._exiting and time.monotonic() < grace_s:
+            if all(worker.handle.process.poll() is not None for worker in self.workers):
+                break
+            time.sleep(0.01)
         for worker in self.workers:
             worker.killed_for = worker.killed_for or "the agent ends"
             worker.handle.kill()
@@ -169,7 +182,8 @@ class Workforce:
         self._watch.close()
 
     def exit_all(self, code: int, reason: str) -> None:
-        """Tell every worker to end at once, then make sure of it."""
+        """Tell every worker to end at once; `stop_all` makes sure of it."""
+        self._exiting = True
         for worker in self.workers:
             if worker.state is not WorkerState.GONE:
                 worker.killed_for = reason

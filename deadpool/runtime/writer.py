@@ -21,9 +21,15 @@ _Job = tuple[int, str, Callable[[], object]]
 
 
 class RegistryWriter:
-    """One thread that carries out writes of the current generation."""
+    """One thread that carries out writes of the current generation.
 
-    def __init__(self) -> None:
+    Args:
+        failed: told of an error that nobody foresaw, from this thread, which then ends: without acks and
+            faults this host is of no use to its job.
+    """
+
+    def __init__(self, failed: Callable[[str, Exception], None]) -> None:
+        self._failed = failed
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._generation = 0
         self._closing = threading.Event()
@@ -58,5 +64,8 @@ class RegistryWriter:
                 except MembershipError as error:
                     logger.warning("%s was not written: %s", what, error)
                     break
+                except Exception as error:  # handed over: a thread that ends in silence is found by nobody
+                    self._failed(what, error)
+                    return
                 if self._closing.wait(RETRY_S):
                     return

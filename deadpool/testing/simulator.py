@@ -12,6 +12,7 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from deadpool.core.membership import (
     Acked,
@@ -23,7 +24,7 @@ from deadpool.core.membership import (
     LeaseExpired,
     MemberJoined,
     PublishView,
-    SilenceConfirmed,
+    SilencesHeard,
     State,
     Tick,
     initial_state,
@@ -443,13 +444,8 @@ class _Simulation:
             case Happening.HOST_STOP:
                 host.is_responsive = False
                 self.unreachable.add(member)
-                observers = tuple(m for m in self.hosts if m != member)[:2]
-                self.at(
-                    self.now_s + SILENCE_DEAD_S,
-                    lambda: self.feed(
-                        SilenceConfirmed(member_id=member, observers=observers, now_s=self.now_s)
-                    ),
-                )
+                for observer in [m for m in self.hosts if m != member][:2]:
+                    self.at(self.now_s + SILENCE_DEAD_S, partial(self.say_silent, observer, member))
             case Happening.AGENT_HANGS:
                 host.is_responsive = False
                 self.unreachable.add(member)
@@ -474,6 +470,9 @@ class _Simulation:
                 host.is_worker_lost = True
                 kind = FaultKind[happening.name]
                 self.report(kind, member)
+
+    def say_silent(self, observer: MemberId, member: MemberId) -> None:
+        self.feed(SilencesHeard(observer=observer, silent=(member,), now_s=self.now_s))
 
     def take_over(self) -> None:
         """Another agent leads, knowing only what the store says."""

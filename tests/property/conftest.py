@@ -15,6 +15,7 @@ import deadpool
 ROOT = Path(deadpool.__file__).parent
 MODULES = (
     "core/types.py",
+    "core/silence.py",
     "core/bitset.py",
     "core/placement.py",
     "core/plan.py",

@@ -167,6 +167,9 @@ def test_records_come_back_as_they_were_put(registry: Registry) -> None:
     assert registry.faults(3) == (fault,)
     assert registry.finished(3) == (MEMBERS[0].id,)
     assert registry.quarantined() == (quarantine,)
+    assert registry.readmit("h9")
+    assert registry.quarantined() == ()
+    assert not registry.readmit("h9")
     assert registry.recoveries() == ({"cause": {"rank": 1}, "seconds": {"fetch": 0.25}, "generation": 3},)
     assert [registry.acks(2), registry.faults(2), registry.finished(2)] == [(), (), ()]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from deadpool.core.membership import (
     Acked,
+    AllWait,
     Effect,
     End,
     Event,
@@ -16,7 +17,7 @@ from deadpool.core.membership import (
     Limits,
     MemberJoined,
     PublishView,
-    SilenceConfirmed,
+    SilencesHeard,
     State,
     Tick,
     initial_state,
@@ -86,8 +87,17 @@ class Job:
             self.feed(LeaseExpired(member_id=f"m{index}", now_s=self.now_s))
 
     def silence(self, index: int, *observers: int) -> None:
-        ids = tuple(f"m{observer}" for observer in observers)
-        self.feed(SilenceConfirmed(member_id=f"m{index}", observers=ids, now_s=self.now_s))
+        for observer in observers:
+            self.feed(SilencesHeard(observer=f"m{observer}", silent=(f"m{index}",), now_s=self.now_s))
+
+    def hears_nothing_of(self, observer: int, *indices: int) -> None:
+        """All that one observer says."""
+        silent = tuple(f"m{index}" for index in indices)
+        self.feed(SilencesHeard(observer=f"m{observer}", silent=silent, now_s=self.now_s))
+
+    def all_wait(self, generation: int | None = None) -> None:
+        current = self.view.generation if generation is None else generation
+        self.feed(AllWait(generation=current, step=6, now_s=self.now_s))
 
     def tick(self, seconds: float) -> None:
         self.now_s += seconds

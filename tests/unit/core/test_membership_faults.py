@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from deadpool.core.membership import HostReadmitted
 from deadpool.core.recovery import smallest_cover
 from deadpool.core.types import (
     FaultKind,
@@ -120,6 +121,26 @@ def test_a_pooled_spare_that_fails_its_self_test_is_never_chosen() -> None:
     assert job.view.slots == ("m0", "m4", "m2")
 
 
+@pytest.mark.parametrize("kind", [FaultKind.USER_ERROR, FaultKind.BAD_INPUT])
+def test_a_script_that_fails_on_a_spare_alone_is_the_fault_of_the_spare(kind: FaultKind) -> None:
+    job = Job.running(spares=2)
+    job.lose(1)
+    job.ack(0, 2)
+    assert job.view.phase is Phase.RESTORING
+    job.fault(kind, 3, detail="FileNotFoundError: a mount that only this host lacks")
+    assert job.exit_code is None
+    assert job.fenced == {"m3": True}
+    assert job.view.slots == ("m0", "m4", "m2")
+
+
+def test_a_host_that_the_operator_readmits_is_a_spare_again() -> None:
+    job = Job.running(spares=1)
+    job.fault(FaultKind.SPARE_FAILED, 3, generation=0)
+    job.join(13, host="h3")
+    job.feed(HostReadmitted(host="h3", now_s=job.now_s))
+    assert [spare.id for spare in job.state.spares] == ["m13"]
+
+
 # --- Collectives ---
 
 
@@ -152,6 +173,63 @@ def test_if_it_comes_back_the_hosts_that_the_reports_point_at_are_replaced() -> 
     job.fault(FaultKind.COLLECTIVE, 2, pairs=((2, 1),))
     job.tick(2)
     assert (job.view.slots, job.view.leaving) == (("m0", "m3", "m2"), ("m1",))
+
+
+def test_a_link_that_heartbeats_find_dead_needs_no_second_try() -> None:
+    job = Job.running()
+    job.hears_nothing_of(1, 2)
+    job.hears_nothing_of(2, 1)
+    assert job.view.phase is Phase.RUNNING  # one observer each: no death
+    job.fault(FaultKind.COLLECTIVE, 0)
+    job.tick(2)
+    assert (job.view.slots, job.view.leaving) == (("m0", "m3", "m2"), ("m1",))
+    assert "no link between h1 and h2" in job.view.reason
+
+
+def test_a_link_that_is_back_when_collectives_fail_blames_nobody() -> None:
+    job = Job.running()
+    job.hears_nothing_of(1, 2)
+    job.hears_nothing_of(1)
+    job.fault(FaultKind.COLLECTIVE, 0)
+    job.tick(2)
+    assert job.view.slots == ("m0", "m1", "m2")
+
+
+def test_a_dead_link_to_a_spare_is_nobodys_fault_but_the_spare_is_the_last_to_be_chosen() -> None:
+    job = Job.running(spares=2)
+    job.hears_nothing_of(0, 3)
+    job.fault(FaultKind.COLLECTIVE, 0)
+    job.tick(2)
+    assert job.view.slots == ("m0", "m1", "m2")
+    job.lose(1)
+    assert job.view.slots == ("m0", "m4", "m2")
+
+
+def test_without_a_spare_a_bad_link_is_tried_again() -> None:
+    job = Job.running(spares=0)
+    job.hears_nothing_of(1, 2)
+    job.fault(FaultKind.COLLECTIVE, 0)
+    job.tick(2)
+    assert (job.view.phase, job.view.slots) == (Phase.ABORTING, ("m0", "m1", "m2"))
+
+
+def test_ranks_that_all_wait_are_a_failure_only_if_a_link_between_them_is_dead() -> None:
+    job = Job.running()
+    job.all_wait()
+    job.tick(3)
+    assert job.view.phase is Phase.RUNNING
+    job.hears_nothing_of(2, 0)
+    job.all_wait()
+    job.tick(2)
+    assert job.view.slots == ("m3", "m1", "m2")
+
+
+def test_ranks_that_waited_in_an_older_generation_are_no_news() -> None:
+    job = Job.running()
+    job.hears_nothing_of(2, 0)
+    job.all_wait(generation=0)
+    job.tick(3)
+    assert job.view.generation == 1
 
 
 def test_collectives_that_fail_at_one_step_for_ever_end_the_job() -> None:

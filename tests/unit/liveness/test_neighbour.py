@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from deadpool.config import LivenessConfig
+from deadpool.core.silence import OBSERVERS_NEEDED
 from deadpool.liveness.neighbour import (
     LEASE_DECIDES,
-    OBSERVERS_NEEDED,
     Change,
     NeighbourWatch,
     SilenceCallbacks,

@@ -52,6 +52,11 @@ class Loop:
             self.n_run += 1
 
 
+def fail(what: str, error: Exception) -> None:
+    """For a writer of which no error is expected."""
+    raise AssertionError(what) from error
+
+
 def wait_until(is_true: Callable[[], bool], what: str) -> None:
     """Wait for a state that nothing announces."""
     pause = threading.Event()

@@ -11,6 +11,7 @@ import pytest
 from deadpool.core.types import Name
 from deadpool.errors import ConfigError, LayoutMismatch, SnapshotError
 from deadpool.events import EventLog
+from deadpool.runtime import checkpointing
 from deadpool.runtime.checkpointing import CheckpointCallbacks, CheckpointTier, checkpoint_root
 from deadpool.runtime.once import OnceArea
 from deadpool.store.checkpoint import Shard, complete_manifests, folder_of
@@ -128,6 +129,38 @@ def job(tmp_path: Path, events: Path) -> Iterator[Job]:
         host.tier.close()
         host.store.close()
     log.close()
+
+
+def test_a_shard_whose_word_was_lost_is_said_again_and_the_checkpoint_completed_once(
+    job: Job, events: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "REPEAT_S", 0.0)
+    job.capture(FIVE)
+    job.write_shards(FIVE)  # nobody heard of it
+    for _ in range(3):
+        for host in job.hosts:
+            host.written.clear()
+            host.tier.tick()
+            for name, shard in host.written:
+                job.leader.tier.shard_written(name, shard)
+    job.loop.run_until(lambda: FIVE in job.leader.completed, "the manifest")
+    assert [manifest.name for manifest in complete_manifests(job.root)] == [FIVE]
+    assert len(read_events(events, "checkpoint.complete")) == 1
+    job.leader.tier.tick()
+    job.leader.written.clear()
+    job.leader.tier.tick()
+    assert not job.leader.written  # it is complete: nothing is left to say
+
+
+def test_a_shard_is_not_said_for_ever(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing, "REPEAT_S", 0.0)
+    job.capture(FIVE)
+    job.write_shards(FIVE)
+    other = job.hosts[1]
+    other.written.clear()
+    for _ in range(3 * checkpointing.REPEATS):
+        other.tier.tick()
+    assert len(other.written) == checkpointing.REPEATS
 
 
 def _bank(segment: Segment, bank: int) -> tuple[bytes, bytes, bytes]:

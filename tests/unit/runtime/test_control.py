@@ -6,11 +6,13 @@ import contextlib
 import queue
 import struct
 import threading
+import time
 
 import msgspec
 import pytest
 
 from deadpool.core.types import Name
+from deadpool.runtime import control
 from deadpool.runtime.ipc import CONTROL_FRAME_BYTES
 from deadpool.runtime.messages import (
     Heartbeat,
@@ -148,6 +150,27 @@ def test_hostile_bytes_end_their_own_connection_and_nothing_else(hostile: bytes)
         b.control.send("a", StallQuery(generation=2))
         assert a.next() == ("b", StallQuery(generation=2))
         assert a.gone.empty()
+
+
+def test_who_introduces_itself_one_byte_at_a_time_is_hung_up_on_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The limit is one of the whole: a byte now and then would hold a thread for days."""
+    monkeypatch.setattr(control, "HELLO_TIMEOUT_S", 0.4)
+    with planes("a") as (a,), dial(a.member.control_port) as (sock, _):
+        sock.settimeout(0.1)
+        sock.sendall(struct.pack(">I", 1 << 20))
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < WAIT_S:
+            try:
+                sock.sendall(b".")
+                if sock.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        assert time.monotonic() - began_s < 4.0
 
 
 def test_garbage_behind_a_good_hello_ends_the_connection_but_not_the_peer() -> None:

@@ -28,7 +28,7 @@ from deadpool.store.data_server import DataServer
 from deadpool.store.host_memory import HostMemoryStore
 from deadpool.store.in_process import InProcessNetwork, InProcessTransport
 from deadpool.store.replication import Replicator
-from tests.unit.runtime.support import WAIT_S, Job, Loop, open_log, wait_until
+from tests.unit.runtime.support import WAIT_S, Job, Loop, fail, open_log, wait_until
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 7\nValueError: of the script'
 
@@ -48,7 +48,7 @@ class Host:
         self._transport = InProcessTransport(InProcessNetwork())
         self._memory = HostMemoryStore("a")
         self._log = open_log(folder / "events.jsonl")
-        self._writer = RegistryWriter()
+        self._writer = RegistryWriter(fail)
         self._workforce = Workforce(
             self.config,
             folder,

@@ -126,10 +126,10 @@ def test_a_host_that_registers_later_completes_the_first_hosts(lead: Lead) -> No
 def test_a_silence_is_confirmed_by_two_observers_and_the_spare_gets_the_slot(lead: Lead) -> None:
     leading = lead("c", "d")
     leading.run()
-    leading.leader.silent("a", "b", False, False)
-    leading.leader.silent("a", "b", False, False)
+    leading.leader.silent("a", ("b",), ())
+    leading.leader.silent("a", ("b",), ())
     assert leading.phase() is Phase.RUNNING
-    leading.leader.silent("d", "b", False, False)
+    leading.leader.silent("d", ("b",), ())
     view = leading.view
     assert (view.phase, view.generation) == (Phase.ABORTING, 2)
     assert view.slots == ("a", "c")
@@ -140,7 +140,7 @@ def test_a_silence_is_confirmed_by_two_observers_and_the_spare_gets_the_slot(lea
 def test_the_refusal_of_a_host_itself_needs_no_second_observer(lead: Lead, events: Path) -> None:
     leading = lead("c")
     leading.run()
-    leading.leader.silent("a", "b", True, False)
+    leading.leader.silent("a", (), ("b",))
     assert leading.view.slots == ("a", "c")
     (begin,) = read_events(events, "recovery.begin")
     assert (begin["kind"], begin["subject"], begin["host"]) == ("process_gone", "b", "host-b")
@@ -150,28 +150,27 @@ def test_the_refusal_of_a_host_itself_needs_no_second_observer(lead: Lead, event
 def test_an_observation_that_was_withdrawn_does_not_count(lead: Lead) -> None:
     leading = lead("c", "d")
     leading.run()
-    leading.leader.silent("a", "b", False, False)
-    leading.leader.silent("a", "b", False, True)
-    leading.leader.silent("d", "b", False, False)
+    leading.leader.silent("a", ("b",), ())
+    leading.leader.silent("a", (), ())
+    leading.leader.silent("d", ("b",), ())
     assert leading.phase() is Phase.RUNNING
-    leading.leader.silent("a", "b", False, False)
+    leading.leader.silent("a", ("b",), ())
     assert leading.phase() is Phase.ABORTING
 
 
 def test_of_two_hosts_lost_at_once_the_second_is_confirmed_too(lead: Lead) -> None:
     leading = lead("d", "e", slots=("a", "b", "c"))
     leading.run()
-    leading.leader.silent("a", "b", False, False)
-    leading.leader.silent("a", "c", False, False)
-    leading.leader.silent("d", "b", False, False)  # publishes the loss of b
-    leading.leader.silent("d", "c", False, False)
+    leading.leader.silent("a", ("b", "c"), ())
+    leading.leader.silent("d", ("b",), ())  # publishes the loss of b
+    leading.leader.silent("d", ("b", "c"), ())
     assert leading.view.slots == ("a", "d", "e")
 
 
 def test_a_lost_member_is_fenced_and_may_not_enrol_again(lead: Lead) -> None:
     leading = lead("c")
     leading.run()
-    leading.leader.silent("a", "b", True, False)
+    leading.leader.silent("a", (), ("b",))
     assert "b" not in {member.id for member in leading.job.registry.members()}
 
 
@@ -185,7 +184,7 @@ def test_an_expired_lease_is_a_loss(lead: Lead) -> None:
 def test_a_recovery_goes_back_to_the_newest_step_that_is_live_and_is_kept(lead: Lead, events: Path) -> None:
     leading = lead("c")
     leading.run()
-    leading.leader.silent("a", "b", True, False)
+    leading.leader.silent("a", (), ("b",))
     leading.ack(Phase.ABORTING, "a", copies={"a": _copies("a", 0, holds=1)})
     assert leading.phase() is Phase.RESTORING
     assert leading.view.rollback == FIVE
@@ -350,7 +349,7 @@ def test_a_leader_stops_when_the_view_was_changed_behind_its_back(lead: Lead) ->
     assert pair is not None
     job.store.put(job.registry.view_key, pair.value)
     with pytest.raises(LeadershipLost, match="generation 2"):
-        leading.leader.silent("a", "b", True, False)
+        leading.leader.silent("a", (), ("b",))
     assert leading.phase() is Phase.RUNNING
     assert "b" in {member.id for member in job.registry.members()}  # nothing behind the View was done
 
@@ -361,7 +360,7 @@ def test_a_leader_stops_when_it_holds_the_leadership_no_more(lead: Lead) -> None
     leading.job.store.lease_revoke(leading.job.leases["a"].id)
     leading.elect("c")
     with pytest.raises(LeadershipLost):
-        leading.leader.silent("c", "b", True, False)
+        leading.leader.silent("c", (), ("b",))
     assert leading.phase() is Phase.RUNNING
 
 
@@ -370,7 +369,7 @@ def test_a_leader_that_cannot_reach_the_store_says_so(lead: Lead) -> None:
     leading.run()
     leading.job.store.set_reachable(False)
     with pytest.raises(StoreUnavailable):
-        leading.leader.silent("a", "b", True, False)
+        leading.leader.silent("a", (), ("b",))
     leading.job.store.set_reachable(True)
     assert leading.phase() is Phase.RUNNING
 

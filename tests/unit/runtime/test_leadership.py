@@ -18,7 +18,7 @@ from deadpool.membership.registry import Registry
 from deadpool.runtime.leadership import Leadership, limits_of
 from deadpool.runtime.messages import Silent
 from deadpool.runtime.writer import RegistryWriter
-from tests.unit.runtime.support import WAIT_S, Job, open_log, read_events, wait_until
+from tests.unit.runtime.support import WAIT_S, Job, fail, open_log, read_events, wait_until
 
 
 @dataclass
@@ -67,7 +67,7 @@ def log(events: Path) -> Iterator[EventLog]:
 
 @pytest.fixture
 def writer() -> Iterator[RegistryWriter]:
-    made = RegistryWriter()
+    made = RegistryWriter(fail)
     yield made
     made.close()
 
@@ -116,8 +116,9 @@ def _run(job: Job, leading: Candidate) -> None:
     assert job.view().phase is Phase.RUNNING
 
 
-def _silent(observer: MemberId, member: MemberId, *, gone: bool = False, back: bool = False) -> Silent:
-    return Silent(observer=observer, member=member, generation=1, gone=gone, back=back)
+def _silent(observer: MemberId, *members: MemberId, gone: bool = False) -> Silent:
+    silent = () if gone else members
+    return Silent(observer=observer, generation=1, silent=silent, gone=members if gone else ())
 
 
 def test_who_campaigns_first_leads_and_publishes(job: Job, a: Candidate, c: Candidate) -> None:
@@ -208,7 +209,7 @@ def test_of_two_leaders_the_one_before_writes_nothing(job: Job, a: Candidate, c:
     [
         [_silent("c", "a", gone=True)],
         [_silent("b", "a"), _silent("c", "a")],
-        [_silent("b", "a"), _silent("b", "a", back=True), _silent("c", "a"), _silent("b", "a")],
+        [_silent("b", "a"), _silent("b"), _silent("c", "a"), _silent("b", "a")],
     ],
 )
 def test_a_leader_that_others_find_dead_loses_its_lease_by_any_member(

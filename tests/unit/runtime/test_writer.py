@@ -12,12 +12,12 @@ import pytest
 
 from deadpool.errors import Fenced, LeaseLost, MembershipError, StoreUnavailable
 from deadpool.runtime.writer import JOIN_TIMEOUT_S, RegistryWriter
-from tests.unit.runtime.support import WAIT_S
+from tests.unit.runtime.support import WAIT_S, fail
 
 
 @pytest.fixture
 def writer() -> Iterator[RegistryWriter]:
-    made = RegistryWriter()
+    made = RegistryWriter(fail)
     yield made
     made.close()
 
@@ -96,8 +96,22 @@ def test_a_write_that_can_never_succeed_does_not_hold_back_the_others(
     assert hopeless.n_tries == 1
 
 
+def test_an_error_that_nobody_foresaw_is_told_and_ends_the_writer() -> None:
+    """A writer that ended in silence would leave a host that never acks, and nobody who knows why."""
+    told: queue.Queue[tuple[str, Exception]] = queue.Queue()
+    writer = RegistryWriter(lambda what, error: told.put((what, error)))
+    behind = Write()
+    writer.put(1, "an ack", lambda: [].pop())
+    writer.put(1, "another ack", behind)
+    what, error = told.get(timeout=WAIT_S)
+    writer.close()
+    assert what == "an ack"
+    assert isinstance(error, IndexError)
+    assert behind.n_tries == 0
+
+
 def test_what_is_queued_is_still_written_when_the_writer_closes() -> None:
-    writer = RegistryWriter()
+    writer = RegistryWriter(fail)
     writes = [Write() for _ in range(3)]
     for write in writes:
         writer.put(1, "an ack", write)
@@ -106,7 +120,7 @@ def test_what_is_queued_is_still_written_when_the_writer_closes() -> None:
 
 
 def test_closing_does_not_wait_for_a_store_that_stays_away() -> None:
-    writer = RegistryWriter()
+    writer = RegistryWriter(fail)
     stuck = Write(then_always=StoreUnavailable("away"))
     writer.put(1, "an ack", stuck)
     stuck.tries.get(timeout=WAIT_S)
