@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from deadpool.config import load_config
 from deadpool.errors import ConfigError
 
 
@@ -97,6 +98,31 @@ def find_job(job_id: str | None, folder: Path | None = None) -> JobFile:
         raise ConfigError([f"no job runs on this machine ({folder})"])
     ids = ", ".join(sorted(found.job_id for found in running_jobs))
     raise ConfigError([f"several jobs run on this machine, name one: {ids}"])
+
+
+def find_job_at(job_id: str | None, etcd: str | None, folder: Path | None = None) -> JobFile:
+    """The file of a job of this machine; with `etcd`, what is needed to ask for a job that is elsewhere.
+
+    Raises:
+        ConfigError: no such job, or one elsewhere without its name.
+    """
+    if etcd is None:
+        return find_job(job_id, folder)
+    if job_id is None:
+        raise ConfigError(["with --etcd, name the job: deadpool status JOB --etcd HOST:PORT"])
+    access = load_config(environment=os.environ).membership  # DEADPOOL_MEMBERSHIP_CA and the like
+    return JobFile(
+        job_id=job_id,
+        token="",
+        run_dir="",
+        pid=0,
+        etcd=tuple(etcd.split(",")),
+        ca=access.ca,
+        cert=access.cert,
+        key=access.key,
+        user=access.user,
+        password=access.password,
+    )
 
 
 def is_running(pid: int) -> bool:

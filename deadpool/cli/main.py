@@ -135,6 +135,20 @@ def _inject(
     print(inject_running_job(job, spec))
 
 
+@_app.command("readmit")
+def _readmit(
+    host: Annotated[str, typer.Argument(metavar="HOST", help="Host name, as `deadpool status` shows it.")],
+    job: Annotated[str | None, typer.Option("--job-id", help="Needless for one job.")] = None,
+    etcd: Annotated[
+        str | None, typer.Option("--etcd", help="Endpoints, for a job that was not started on this machine.")
+    ] = None,
+) -> None:
+    """Take a quarantined host back into a running job, once it is mended."""
+    from deadpool.cli.readmit import readmit_host
+
+    print(readmit_host(host, job, etcd))
+
+
 @_app.command("doctor")
 def _doctor(
     run: Annotated[

@@ -21,9 +21,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from deadpool.cli.jobs import JobFile, find_job, is_running
+from deadpool.cli.jobs import JobFile, find_job_at, is_running
 from deadpool.cli.rundir import read_agent_addresses
-from deadpool.config import load_config
 from deadpool.core.types import Member, MemberId, Phase, View
 from deadpool.errors import ConfigError, ExitCode, MembershipError
 from deadpool.membership.registry import RECOVERIES_KEPT
@@ -58,7 +57,7 @@ def status_command(
     Raises:
         ConfigError: no such job.
     """
-    job = _find(job_id, etcd, jobs_folder)
+    job = find_job_at(job_id, etcd, jobs_folder)
     status, problem = gather_status(job)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(status), indent=1).decode())
@@ -309,20 +308,11 @@ class _Question(Generic[T]):
 
 
 def _ask_store(job: JobFile) -> StoreAnswer:
-    from deadpool.membership.etcd import EtcdConfig, EtcdStore, parse_endpoints
+    from deadpool.cli.store import open_store
     from deadpool.membership.records import JobClaim
     from deadpool.membership.registry import Registry
 
-    config = EtcdConfig(
-        endpoints=parse_endpoints(",".join(job.etcd)),
-        ca_file=Path(job.ca) if job.ca else None,
-        cert_file=Path(job.cert) if job.cert else None,
-        key_file=Path(job.key) if job.key else None,
-        user=job.user or None,
-        password=job.password or None,
-        call_timeout_s=_STORE_TIMEOUT_S - _REASON_MARGIN_S,
-    )
-    with contextlib.closing(EtcdStore(config)) as store:
+    with contextlib.closing(open_store(job, _STORE_TIMEOUT_S - _REASON_MARGIN_S)) as store:
         registry = Registry(store, job.job_id)
         claim = store.get(registry.job_key)
         return StoreAnswer(
@@ -353,23 +343,3 @@ def _ask_agent(address: str, token: str, deadline_s: float) -> AgentStatus | Non
         return None  # stopped, fenced, of another job, or of another version: no answer
     finally:
         channel.close()
-
-
-def _find(job_id: str | None, etcd: str | None, folder: Path | None) -> JobFile:
-    if etcd is None:
-        return find_job(job_id, folder)
-    if job_id is None:
-        raise ConfigError(["with --etcd, name the job: deadpool status JOB --etcd HOST:PORT"])
-    access = load_config(environment=os.environ).membership  # DEADPOOL_MEMBERSHIP_CA and the like
-    return JobFile(
-        job_id=job_id,
-        token="",
-        run_dir="",
-        pid=0,
-        etcd=tuple(etcd.split(",")),
-        ca=access.ca,
-        cert=access.cert,
-        key=access.key,
-        user=access.user,
-        password=access.password,
-    )

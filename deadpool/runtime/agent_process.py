@@ -78,7 +78,9 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
             return _complain(error.problems, ExitCode.BAD_INPUT)
         except StoreUnavailable as error:
             if time.monotonic() < retry_until_s and not received:
-                threading.Event().wait(RETRY_S)  # replaced because it was cut off: it may take a while to be heard again
+                threading.Event().wait(
+                    RETRY_S
+                )  # replaced because it was cut off: it may take a while to be heard again
                 continue
             problem = f"control plane unreachable: {error}"
             return _complain((problem,), ExitCode.CONTROL_PLANE_UNREACHABLE)

@@ -43,7 +43,7 @@ def test_the_verbs_are_shown_and_no_others() -> None:
     assert done.returncode == 0
     commands = done.stdout.partition("Commands:")[2].split("\n")
     assert [line.split()[0] for line in commands if line.strip()] == [
-        *("run", "verify", "status", "inject", "doctor", "slurm")
+        *("run", "verify", "status", "inject", "readmit", "doctor", "slurm")
     ]
 
 

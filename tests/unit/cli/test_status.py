@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from deadpool.cli.jobs import JobFile, write_job_file
+from deadpool.cli.readmit import readmit_host
 from deadpool.cli.status import (
     StoreAnswer,
     assemble_status,
@@ -240,6 +241,13 @@ def test_an_agent_that_does_not_answer_delays_the_status_only_to_the_deadline(
     status, _ = gather_status(job)
     assert time.monotonic() - began_s < 3.0
     assert states(status) == {"h0": "active", "h1": "suspect", "h7": "quarantined"}
+
+
+def test_a_quarantined_host_is_readmitted_once(make_job: Callable[..., JobFile], etcd: str) -> None:
+    make_job("mended")
+    assert "h7 is no longer quarantined" in readmit_host("h7", "mended", etcd)
+    with pytest.raises(ConfigError, match=r"'h7' is not quarantined in job mended \(quarantined: none\)"):
+        readmit_host("h7", "mended", etcd)
 
 
 def test_a_wrong_token_gets_no_answer(make_job: Callable[..., JobFile], fake_agent: FakeAgent) -> None:
