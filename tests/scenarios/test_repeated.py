@@ -48,11 +48,13 @@ def test_a_loop_of_single_steps_is_protected_like_train(rig: Any, launch: Launch
 
 
 def test_the_same_error_of_the_user_twice_ends_the_job_with_its_traceback(launch: Launch) -> None:
-    job = launch(("--raise-at", "6"), nnodes=2, spares=1)
+    """A23: no endless loop, and the spares are there for hosts that fail."""
+    job = launch(("--raise-at", "6"), nnodes=2, spares=2)
     assert job.wait() == 1, job.output[-4000:]
     assert "ValueError: a bug of the user at step 6" in job.output
     assert "[rank 1]" in job.output
     assert len(job.named("recovery.done")) == 1
+    assert len({tuple(event["slots"]) for event in job.named("view.published")}) == 1  # no spare was burned
 
 
 @pytest.mark.full

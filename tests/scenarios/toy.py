@@ -7,6 +7,7 @@ Dropout, AdamW, warm-up and cosine learning rate, a seeded sampler, gradient acc
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import math
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -25,6 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import deadpool
 from deadpool.api import Ft
+from deadpool.runtime.worker import current_worker
 
 SAMPLES = 96
 WIDTH = 64
@@ -95,6 +98,41 @@ def collect_garbage_for(seconds: float) -> None:
     gc.callbacks.remove(take_long)
 
 
+def fail_if_broken(broken_host: str, first_promotion: str) -> None:
+    """Fail on one host, or on whichever spare is promoted first (it leaves a file behind)."""
+    worker = current_worker()
+    if worker is None or worker.assignment is None:
+        return
+    assignment = worker.assignment
+    if broken_host and assignment.member.startswith(f"{broken_host}-"):
+        raise FileNotFoundError("the mount that only this host lacks")
+    if first_promotion and assignment.record and not assignment.rehearse:
+        with contextlib.suppress(FileExistsError):
+            Path(first_promotion).touch(exist_ok=False)
+            raise FileNotFoundError("the mount that only this host lacks")
+
+
+def make_groups(rank: int) -> list[dist.ProcessGroup]:
+    """The tensor and the data group of a rank, of two by two."""
+    made = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    return [made[rank // 2], made[2 + rank % 2]]
+
+
+def tell_ids(group: dist.ProcessGroup, rank: int) -> Tensor:
+    """Logical ids of the members, in the order of the group; checked, and recorded by the caller."""
+    ids = [torch.zeros(1, dtype=torch.long) for _ in range(2)]
+    dist.all_gather(ids, torch.tensor([rank]), group=group)
+    assert [int(each) for each in ids] == dist.get_process_group_ranks(group)
+    return torch.cat(ids)
+
+
+def sum_in_order(group: dist.ProcessGroup, rank: int, step: int) -> Tensor:
+    """A product with the place in the group: exchanged members would change it."""
+    value = torch.tensor([math.sqrt(2 + rank) * (1 + dist.get_rank(group)) / step])
+    dist.all_reduce(value, group=group)
+    return value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parallel", choices=("ddp", "fsdp2"), default="ddp")
@@ -117,13 +155,18 @@ def main() -> None:
     parser.add_argument("--num-workers", type=int, default=0, help="processes that load data")
     parser.add_argument("--noise", type=float, default=0.0, help="added to each sample")
     parser.add_argument("--holds", type=Path, help="folder: while rank-R is in it, rank R does not start")
+    parser.add_argument("--groups", action="store_true", help="two by two ranks, each in two subgroups")
+    parser.add_argument("--broken-host", default="", help="the script fails on this host")
+    parser.add_argument("--fail-first-promotion", default="", help="the script fails once; makes this file")
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
     deadpool.init()
+    fail_if_broken(arguments.broken_host, arguments.fail_first_promotion)
     rank = torch.distributed.get_rank()
     while arguments.holds and (arguments.holds / f"rank-{rank}").exists():
         time.sleep(0.05)
+    groups = make_groups(rank) if arguments.groups else []
     model = build(arguments.parallel)
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -152,6 +195,8 @@ def main() -> None:
                 loss = F.mse_loss(model(inputs), inputs.square()) / arguments.accumulate
                 loss.backward()
                 ft.record(loss=loss, samples=indices)
+            for group in groups:
+                ft.record(members=tell_ids(group, ft.rank), sum=sum_in_order(group, ft.rank, step))
             time.sleep(arguments.step_s)
             optimizer.step()
             scheduler.step()

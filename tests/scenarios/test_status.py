@@ -1,0 +1,129 @@
+"""A25: what `deadpool status` says of a job that recovers, and of one without its control plane."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool.cli.jobs import find_job
+from deadpool.cli.status import DEADLINE_S, gather_status
+from deadpool.report import JobStatus
+from deadpool.testing.cluster import Job
+from deadpool.testing.faults import parent_of
+from tests.scenarios.conftest import DETECT_S
+
+Launch = Callable[..., Job]
+
+ARGS = ("--steps", "100")
+LINES_PER_RECOVERY = 30
+
+
+def ask(job_id: str) -> tuple[JobStatus, str]:
+    """What status says, within its limit (to which the command adds the start of Python)."""
+    began_s = time.monotonic()
+    answer = gather_status(find_job(job_id))
+    assert time.monotonic() - began_s <= DEADLINE_S + 0.5
+    return answer
+
+
+def states(status: JobStatus) -> dict[str, str]:
+    return {host.member: host.state for host in status.hosts}
+
+
+def etcd_of(job: Job) -> int:
+    """Pid of the embedded etcd: a child of the launcher."""
+    for task in Path(f"/proc/{job.process.pid}/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            with contextlib.suppress(OSError):
+                if "etcd" in Path(f"/proc/{pid}/comm").read_text():
+                    return int(pid)
+    raise AssertionError("the launcher has no etcd")
+
+
+def processes_of(job: Job) -> set[int]:
+    """Agents, workers and etcd, while the job runs."""
+    workers = {worker["pid"] for worker in job.workers()} | {e["pid"] for e in job.named("worker.ready")}
+    agents = {parent for pid in workers if (parent := parent_of(pid)) is not None}
+    return workers | agents | {etcd_of(job)}
+
+
+def test_status_tells_the_truth_before_during_and_after_a_recovery_and_without_etcd(
+    rig: Any, launch: Launch
+) -> None:
+    job_id = f"status-{os.getpid()}"
+    shared = set(os.listdir("/dev/shm"))
+    job = launch(ARGS, nnodes=2, options=("--job-id", job_id, "--inject", "host-stop:rank=1@step=20"))
+    job.wait_for(lambda e: e["event"] == "snapshot.committed" and e["step"] > 2, "a commit")
+    before, problem = ask(job_id)
+    assert (problem, before.phase, before.generation) == ("", "running", 1)
+    assert sorted(states(before).values()) == ["active", "active", "spare"]
+    assert before.protected is not None
+    (victim,) = (rank.member for rank in before.ranks if rank.rank == 1)
+
+    struck_s = job.wait_for(lambda e: e["event"] == "liveness.suspect", "a suspicion")["monotonic_s"]
+    phases = set()
+    while not job.named("recovery.done"):
+        during, problem = ask(job_id)
+        assert problem == ""
+        phases.add(during.phase)
+        if time.clock_gettime(time.CLOCK_BOOTTIME) > struck_s + DETECT_S:
+            assert states(during)[victim] != "active"
+    assert phases <= {"running", "aborting", "restoring"}
+
+    after, problem = ask(job_id)
+    assert (problem, after.generation) == ("", 2)
+    assert states(after)[victim] == "dead"
+    assert sorted(states(after).values()) == ["active", "active", "dead"]
+    (recovery,) = after.recoveries
+    assert recovery["subject"] == victim
+
+    processes = processes_of(job)
+    etcd = etcd_of(job)
+    os.kill(etcd, signal.SIGSTOP)
+    try:
+        without, problem = ask(job_id)
+        done = subprocess.run(
+            [sys.executable, "-m", "deadpool", "status", job_id, "--json"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+    finally:
+        os.kill(etcd, signal.SIGCONT)
+    assert problem
+    assert without.control_plane == "unreachable"
+    assert [rank.state for rank in without.ranks] == ["running", "running"]
+    assert done.returncode == 5
+    assert "control plane unreachable" in done.stderr
+    assert json.loads(done.stdout)["control_plane"] == "unreachable"
+
+    # The end, with the host that was struck still stopped.
+    ended_s = job.wait_for(lambda e: e["event"] == "run.finished", "the end")["monotonic_s"]
+    assert job.wait() == 0, job.output[-4000:]
+    assert time.clock_gettime(time.CLOCK_BOOTTIME) - ended_s <= 10.0
+    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+    assert set(os.listdir("/dev/shm")) <= shared
+    assert job.named("recovery.done")[0]["generation"] == 2
+    rig.check_trace(job, ARGS, world_size=2)
+
+
+@pytest.mark.full
+def test_a_recovery_takes_few_lines_and_names_host_and_step(rig: Any, launch: Launch) -> None:
+    """All hosts together: what an operator has to read at night."""
+    job = launch(options=("--inject", "host-loss:rank=2@step=9"))
+    assert job.wait() == 0, job.output[-4000:]
+    quiet = rig.undisturbed(()).output.splitlines()
+    lines = job.output.splitlines()
+    assert len(lines) - len(quiet) <= LINES_PER_RECOVERY, job.output
+    assert "Host h2 is lost" in job.output
+    assert any("recovered in" in line and "back to step" in line for line in lines)

@@ -1,0 +1,67 @@
+"""A04: a host that was stopped, and replaced, goes on: it ends its workers and disturbs nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deadpool.cli.jobs import find_job
+from deadpool.membership.etcd import EtcdConfig, EtcdStore
+from deadpool.testing.cluster import Job
+from deadpool.testing.faults import parent_of
+
+Launch = Callable[..., Job]
+
+ARGS = ("--steps", "90")
+AWAKE_LIMIT_S = 5.0
+
+
+def revisions(job_id: str, member: str) -> dict[str, int]:
+    """Keys that name a member, with the revision of their last change."""
+    with EtcdStore(EtcdConfig(endpoints=find_job(job_id).etcd)) as store:
+        pairs, _ = store.get_prefix(f"/deadpool/{job_id}/")
+    return {pair.key: pair.mod_revision for pair in pairs if member in pair.key}
+
+
+def wait_until_gone(pid: int, within_s: float) -> None:
+    """Gone, or a zombie that its parent has still to reap."""
+    deadline_s = time.monotonic() + within_s
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                time.sleep(0.02)
+                continue
+        return
+    raise AssertionError(f"process {pid} lives {within_s:g} s after it was woken")
+
+
+def test_a_stopped_host_that_wakes_after_its_replacement_ends_its_worker_and_writes_nothing(
+    rig: Any, launch: Launch
+) -> None:
+    job_id = f"zombie-{os.getpid()}"
+    job = launch(ARGS, nnodes=3, options=("--job-id", job_id, "--inject", "host-stop:rank=1@step=9"))
+    job.wait_for(lambda e: e["event"] == "snapshot.committed" and e["generation"] == 2, "a new commit")
+    zombie = next(worker for worker in job.workers() if worker["rank"] == 1)
+    agent = parent_of(zombie["pid"])
+    assert agent is not None
+    before = revisions(job_id, zombie["member"])
+    for pid in (agent, zombie["pid"]):
+        os.kill(pid, signal.SIGCONT)
+    wait_until_gone(zombie["pid"], AWAKE_LIMIT_S)
+    job.wait_for(lambda e: e["event"] == "member.fenced" and e["member"] == zombie["member"], "the fencing")
+    after = revisions(job_id, zombie["member"])
+    assert {key: after[key] for key in after if key in before} == {key: before[key] for key in after}
+    assert job.wait() == 0, job.output[-4000:]
+    assert re.search(r"worker ends with code 73: its host was replaced", job.output)
+    assert job.named("view.published")[-1]["generation"] == 2
+    returned = [e["member"] for e in job.named("member.registered") if e["member"].startswith("h1-")]
+    assert len(returned) == 2, "the host did not come back as a new member"
+    rig.check_trace(job, ARGS, world_size=3)
+    rig.check_one_owner(job, world_size=3)
+    rig.check_survivors(job, replaced={1}, world_size=3)
