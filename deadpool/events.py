@@ -40,6 +40,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "growth.failed": "No host was brought; reason. It is tried again later.",
         "view.published": "The leader published a View; phase, slots, joining, leaving, reason.",
         "view.adopted": "This agent obeys a View; phase, reason.",
+        "view.told": "The same in words, if an operator should hear of it; text.",
         # Workers
         "worker.ready": "A worker is parked: imports done, self-test passed; pid, seconds.",
         "worker.rehearsed": "A parked worker built once and threw it away; seconds, problem.",
@@ -50,6 +51,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "fault.reported": "A fault was reported; kind, ranks, subject (member), detail.",
         "liveness.suspect": "A neighbour is quiet; subject, age_s.",
         "liveness.silent": "A neighbour counts as dead for this observer; subject, age_s, observers_needed.",
+        "liveness.gone": "A member's host says that its process does not exist; subject.",
         "liveness.returned": "A quiet neighbour was heard again; subject, age_s.",
         "liveness.paused": "This process itself was stopped or starved; late_s.",
         "progress.stalled": "A worker finished no step for too long; rank, finished_step, age_s.",
@@ -88,19 +90,20 @@ _CONSOLE: Mapping[str, str] = MappingProxyType(
         "agent.failed": "this host ends with code 1: {reason}",
         "store.unreachable": "control plane unreachable: {reason}; training goes on",
         "store.reachable": "control plane answers again after {seconds:.1f} s",
-        "view.adopted": "generation {generation} {phase}: {reason}",
+        "view.told": "generation {generation} {text}",
         "worker.exited": "worker of rank {rank} (pid {pid}) {how}",
         "worker.unreaped": "worker of rank {rank} (pid {pid}) cannot be reaped: this host is bad",
         "liveness.silent": "no heartbeat from {subject} for {age_s:.1f} s (silence_dead_s)",
         "collective.disagreement": "ranks {ranks} wait for one another: {detail}",
+        "liveness.gone": "{subject} is gone: its host refuses connections",
         "progress.culprit": "others wait for ranks {ranks}",
         "snapshot.degraded": "degraded: {reason}",
         "snapshot.protected": "protected again up to step {step}",
         "growth.begin": "no spare is left, asking for another host",
         "growth.failed": "no host was brought: {reason}",
         "checkpoint.complete": "checkpoint of step {step} complete: {path}",
-        "recovery.done": "recovered in {seconds:.2f} s from {source}: back to step {rollback_step}, "
-        "{lost_steps} lost",
+        "recovery.done": "recovered in {seconds:.2f} s: back to step {rollback_step} ({source}), "
+        "{lost_steps} steps lost",
         "wait.long": "waiting for {waiting_for}",
     }
 )

@@ -169,7 +169,7 @@ def lose(state: State, members: Sequence[MemberId], now_s: float, why: str) -> O
     known = [m for m in members if find_member(state, m) or m in state.missing]
     if not known:
         return state, ()
-    hosts = ", ".join(host_of(state, member) for member in known)
+    hosts = ", ".join(_host_and_ranks(state, member) for member in known)
     reason = f"Host {hosts} is lost: {why}."
     slots = [state.slot_of[member] for member in known if member in state.slot_of]
     is_source = view is not None and any(member in view.leaving for member in known)
@@ -266,9 +266,17 @@ def find_member(state: State, member_id: MemberId) -> Member | None:
 
 
 def host_of(state: State, member_id: MemberId) -> str:
-    """Host name for the operator."""
+    """Host name for the operator. Without its record it is told by the id: label, hyphen, random digits."""
     member = find_member(state, member_id)
-    return member.host if member else member_id
+    return member.host if member else member_id.rpartition("-")[0] or member_id
+
+
+def _host_and_ranks(state: State, member_id: MemberId) -> str:
+    host = host_of(state, member_id)
+    if state.view is None or member_id not in state.slot_of:
+        return host
+    ranks = state.view.ranks_of_slot(state.slot_of[member_id])
+    return f"{host} (rank {', '.join(map(str, ranks))})"
 
 
 def describe(state: State, fault: Fault) -> str:

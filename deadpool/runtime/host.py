@@ -115,6 +115,8 @@ class Host:
         self._parts.log.emit(
             "view.adopted", generation=view.generation, phase=view.phase.value, reason=view.reason
         )
+        if text := _tell(view):
+            self._parts.log.emit("view.told", generation=view.generation, text=text)
         match view.phase:
             case Phase.FORMING:
                 self._form(view)
@@ -481,3 +483,14 @@ class Host:
             self._check_quiet()  # "rank r lost, copies kept": said in the ack
             return
         self._faults.lost(worker, cause)
+
+
+def _tell(view: View) -> str:
+    """What an operator should hear of a View: not what passes by, nor the end, which says so itself."""
+    match view.phase:
+        case Phase.FORMING | Phase.ABORTING | Phase.STALLED:
+            return f"{view.phase.value}: {view.reason}"
+        case Phase.RUNNING:
+            return "running" if view.rollback is None else f"running, after step {view.rollback.step}"
+        case _:
+            return ""

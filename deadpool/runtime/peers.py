@@ -178,7 +178,10 @@ class Peers:
         if peer not in self._known or peer in self._gone or self._is_over:
             return
         (self._gone if gone else self._silent).add(peer)
-        self._log.emit("liveness.silent", subject=peer, age_s=0.0 if gone else self._silence_dead_s)
+        if gone:
+            self._log.emit("liveness.gone", subject=peer)
+        else:
+            self._log.emit("liveness.silent", subject=peer, age_s=self._silence_dead_s)
         self._say(self._known)
 
     def _on_suspect(self, peer: MemberId, age_s: float) -> None:

@@ -48,6 +48,10 @@ class ProtectionLog:
 
     def failed(self, rank: int, step: int, why: str) -> None:
         """A copy could not be delivered: not usual, and shown until a step is committed again."""
-        if why not in self.degraded:
-            self.degraded = (*self.degraded, why)
-        self._log.emit("snapshot.degraded", generation=self._generation(), rank=rank, step=step, reason=why)
+        reason = f"copies of rank {rank} do not reach their holder: {why}"
+        if reason in self.degraded:
+            return  # said before, and again would be a line each step
+        self.degraded = (*self.degraded, reason)
+        self._log.emit(
+            "snapshot.degraded", generation=self._generation(), rank=rank, step=step, reason=reason
+        )

@@ -158,7 +158,7 @@ def test_rank_0s_host_is_replaced_like_any_other() -> None:
 def test_every_view_gives_a_reason() -> None:
     job = Job.running()
     job.lose(1)
-    assert job.view.reason == "Host h1 is lost: its lease expired (lease_ttl_s)."
+    assert job.view.reason == "Host h1 (rank 1) is lost: its lease expired (lease_ttl_s)."
 
 
 def test_two_silent_observers_are_needed_for_a_death_and_one_is_not_enough() -> None:

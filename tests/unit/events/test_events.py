@@ -83,8 +83,8 @@ def test_chosen_events_give_one_short_line_even_with_fields_missing(tmp_path: Pa
     log.emit("liveness.silent", subject="h1", age_s="long")
     log.emit("snapshot.committed", generation=1, step=3)
     assert shown == [
-        "recovered in 1.23 s from replica: back to step 6, 0 lost",
-        "recovered in ? s from ?: back to step ?, ? lost",
+        "recovered in 1.23 s: back to step 6 (replica), 0 steps lost",
+        "recovered in ? s: back to step ? (?), ? steps lost",
         "generation=0 subject=h1 age_s=long",
     ]
 
