@@ -338,7 +338,8 @@ def _ask_agent(address: str, token: str, deadline_s: float) -> AgentStatus | Non
     try:
         channel.settimeout(max(0.01, deadline_s - time.monotonic()))
         channel.send(StatusRequest(token=token))
-        return msgspec.msgpack.decode(channel.receive().body, type=AgentStatus)
+        reply = channel.receive(max(0.01, deadline_s - time.monotonic()))
+        return msgspec.msgpack.decode(reply.body, type=AgentStatus)
     except (ChannelClosed, msgspec.MsgspecError):
         return None  # stopped, fenced, of another job, or of another version: no answer
     finally:

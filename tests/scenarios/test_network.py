@@ -22,7 +22,8 @@ from tests.scenarios import netns
 TOY = Path(__file__).parent / "toy.py"
 LIMIT_S = 200.0
 SLOTS = 3
-ARGS = ("--steps", "60", "--step-s", "0.1")
+STEPS = ("--steps", "60", "--step-s", "0.1")
+HOLD_STEP = 40  # training waits there until the host that was replaced is back
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
@@ -53,6 +54,10 @@ class Cluster(RunFolder):
         self.endpoint = network.start_etcd(folder)
         network.run(None, sys.executable, "-c", ETCD_ANSWERS, self.endpoint)
         self.hosts: list[subprocess.Popen[bytes]] = []
+        self._hold = folder / "holds" / f"step-{HOLD_STEP}"
+        self._hold.parent.mkdir()
+        self._hold.touch()
+        self.args = (*STEPS, "--holds", str(self._hold.parent))
 
     def start(self, *options: str, **environment: str) -> None:
         for index in range(SLOTS + 1):
@@ -60,7 +65,7 @@ class Cluster(RunFolder):
                 *("--etcd", self.endpoint, "--job-id", "cut", "--nnodes", str(SLOTS), "--spares", "1"),
                 *("--lease-ttl-s", "3", "--progress-timeout-s", "3", "--run-dir", str(self.run_dir)),
                 *("--record-dir", str(self.run_dir / "records"), "--node-rank", str(index)),
-                *(*options, str(TOY), *ARGS),
+                *(*options, str(TOY), *self.args),
             ]
             output = self.run_dir / f"output-{index}.txt"
             self.hosts.append(self.network.start_host(index, command, output, **environment))
@@ -75,6 +80,19 @@ class Cluster(RunFolder):
         """Exit codes of all hosts, once the job has ended."""
         self.wait_until(self.has_ended, "end of all hosts")
         return [host.returncode for host in self.hosts]
+
+    def wait_for_return(self, *indices: int) -> Event:
+        """Until a new incarnation of one of these hosts has registered; then training may end."""
+        old = {self.member_of(index) for index in indices}
+        labels = tuple(f"h{index}-" for index in indices)
+
+        def is_return(event: Event) -> bool:
+            member = event["member"]
+            return event["event"] == "member.registered" and member.startswith(labels) and member not in old
+
+        back = self.wait_for(is_return, "return of the replaced host")
+        self._hold.unlink()
+        return back
 
     def member_of(self, index: int) -> str:
         """Its first incarnation."""
@@ -97,7 +115,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def check_replaced_once(rig: Any, cluster: Cluster, struck: set[int]) -> Event:
     """One host was replaced; the others went on in their processes, and no bit differs."""
     (done,) = cluster.named("recovery.done")
-    rig.check_trace(cluster, ARGS, world_size=SLOTS)
+    rig.check_trace(cluster, cluster.args, world_size=SLOTS)
     rig.check_one_owner(cluster, world_size=SLOTS)
     pids = {rank: {w["pid"] for w in cluster.workers() if w["rank"] == rank} for rank in range(SLOTS)}
     changed = {rank for rank in pids if len(pids[rank]) > 1}
@@ -116,6 +134,7 @@ def test_of_two_hosts_whose_link_is_cut_one_is_replaced_and_the_other_keeps_its_
     cut_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     done = cluster.wait_for(lambda event: event["event"] == "recovery.done", "recovery")
     assert done["monotonic_s"] - cut_s < 20.0
+    cluster.wait_for_return(1, 2)
     assert cluster.codes() == [0, 0, 0, 0], cluster.output[-6000:]
     check_replaced_once(rig, cluster, struck={1, 2})
     begin = cluster.named("recovery.begin")[0]
@@ -132,6 +151,7 @@ def test_a_cut_that_heartbeats_do_not_see_is_found_by_the_rebuild(rig: Any, clus
     )
     cluster.wait_for_commit()
     cluster.network.cut_link(1, 2)
+    cluster.wait_for_return(1, 2)
     assert cluster.codes() == [0, 0, 0, 0], cluster.output[-6000:]
     check_replaced_once(rig, cluster, struck={1, 2})
     reasons = [event["reason"] for event in cluster.named("recovery.begin")]
@@ -153,15 +173,7 @@ def test_a_host_that_is_cut_off_fences_itself_and_comes_back_as_a_spare(rig: Any
     before = cluster.keys()
     assert not [key for key in before if old in key and "/fenced/" not in key and "/0000000001/" not in key]
     cluster.network.heal(2)
-    back = cluster.wait_for(
-        lambda event: (
-            event["event"] == "member.registered"
-            and event["member"].startswith("h2-")
-            and event["member"] != old
-        ),
-        "return of the host",
-    )
-    assert back["monotonic_s"] > fenced["monotonic_s"]
+    assert cluster.wait_for_return(2)["monotonic_s"] > fenced["monotonic_s"]
     assert cluster.codes() == [0, 0, 0, 0], cluster.output[-6000:]
     check_replaced_once(rig, cluster, struck={2})
     assert max(event["generation"] for event in cluster.events()) == 2

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from deadpool.cli.jobs import find_job
-from deadpool.cli.status import DEADLINE_S, gather_status
+from deadpool.cli.status import gather_status
 from deadpool.report import JobStatus
 from deadpool.testing.cluster import Job
 from deadpool.testing.faults import parent_of
@@ -25,14 +25,16 @@ from tests.scenarios.conftest import DETECT_S
 Launch = Callable[..., Job]
 
 ARGS = ("--steps", "100")
+ANSWER_S = 3.0
+START_S = 3.0  # of Python and the command, on a loaded machine
 LINES_PER_RECOVERY = 30  # on stderr, of all hosts together
 
 
 def ask(job_id: str) -> tuple[JobStatus, str]:
-    """What status says, within its limit (to which the command adds the start of Python)."""
+    """What status says, within its limit."""
     began_s = time.monotonic()
     answer = gather_status(find_job(job_id))
-    assert time.monotonic() - began_s <= DEADLINE_S + 0.5
+    assert time.monotonic() - began_s <= ANSWER_S
     return answer
 
 
@@ -95,17 +97,20 @@ def test_status_tells_the_truth_before_during_and_after_a_recovery_and_without_e
     os.kill(etcd, signal.SIGSTOP)
     try:
         without, problem = ask(job_id)
+        asked_s = time.monotonic()
         done = subprocess.run(
             [sys.executable, "-m", "deadpool", "status", job_id, "--json"],
             capture_output=True,
             text=True,
             timeout=20,
         )
+        answered_s = time.monotonic()
     finally:
         os.kill(etcd, signal.SIGCONT)
     assert problem
     assert without.control_plane == "unreachable"
     assert [rank.state for rank in without.ranks] == ["running", "running"]
+    assert answered_s - asked_s <= ANSWER_S + START_S
     assert done.returncode == 5
     assert "control plane unreachable" in done.stderr
     assert json.loads(done.stdout)["control_plane"] == "unreachable"

@@ -112,6 +112,14 @@ def fail_if_broken(broken_host: str, first_promotion: str) -> None:
             raise FileNotFoundError("the mount that only this host lacks")
 
 
+def hold(ft: Ft, holds: Path | None, step: int) -> None:
+    """Let a test decide when training goes on: it waits here while there is a file of this step."""
+    if holds is not None and (holds / f"step-{step}").exists():
+        with ft.quiet():
+            while (holds / f"step-{step}").exists():
+                time.sleep(0.05)
+
+
 def make_groups(rank: int) -> list[dist.ProcessGroup]:
     """The tensor and the data group of a rank, of two by two."""
     made = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
@@ -154,7 +162,9 @@ def main() -> None:
     )
     parser.add_argument("--num-workers", type=int, default=0, help="processes that load data")
     parser.add_argument("--noise", type=float, default=0.0, help="added to each sample")
-    parser.add_argument("--holds", type=Path, help="folder: while rank-R is in it, rank R does not start")
+    parser.add_argument(
+        "--holds", type=Path, help="folder; rank-R in it: R does not start, step-S: none begins S"
+    )
     parser.add_argument("--groups", action="store_true", help="two by two ranks, each in two subgroups")
     parser.add_argument("--broken-host", default="", help="the script fails on this host")
     parser.add_argument("--fail-first-promotion", default="", help="the script fails once; makes this file")
@@ -186,6 +196,7 @@ def main() -> None:
         for step in ft.steps(arguments.steps):
             if step == arguments.raise_at and ft.rank == 1:
                 raise ValueError(f"a bug of the user at step {step}")
+            hold(ft, arguments.holds, step)
             while step == arguments.spin_at and ft.rank == 1 and ft.generation == 1:
                 pass
             if step == arguments.collect_at and ft.rank == 1:
