@@ -409,3 +409,21 @@ def test_a_host_that_does_not_fit_is_fenced_and_quarantined(lead: Lead, events: 
     assert [each.host for each in leading.job.registry.quarantined()] == ["host-z"]
     (fenced,) = read_events(events, "member.quarantined")
     assert fenced["subject"] == "z"
+
+
+def test_the_loss_of_the_leader_itself_is_kept_with_its_name(lead: Lead) -> None:
+    """Its lease is ended at once, so that the next leader has never seen its registration."""
+    leading = lead("c", "d")
+    leading.run()
+    leading.job.store.lease_revoke(leading.job.leases["a"].id)
+    leading.leader = leading.elect("d")
+    leading.start()
+    for observer in ("b", "d"):
+        leading.leader.silent(observer, ("a",), ())
+    assert leading.view.slots == ("c", "b")
+    leading.ack(Phase.ABORTING, "b", copies={"b": _copies("b", 1, holds=0)})
+    leading.ack(Phase.RESTORING, "b", "c")
+    for _, _, write in leading.writes:
+        write()
+    (kept,) = leading.job.registry.recoveries()
+    assert (kept["kind"], kept["subject"]) == ("silence", "a")
