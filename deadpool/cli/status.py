@@ -209,6 +209,9 @@ def _hosts(
         for recovery in store.recoveries
         if recovery.get("subject")
     }
+    # A host is told by the member's id where it is not known otherwise: label, hyphen, random digits.
+    replaced = {str(member) for recovery in store.recoveries for member in recovery.get("replaced") or ()}
+    lost = {**{member: member.rpartition("-")[0] for member in sorted(replaced)}, **lost}
     everybody = dict.fromkeys([*filter(None, slots), *registered, *agents, *lost])
     rows = []
     for member in everybody:

@@ -338,8 +338,7 @@ class Agent:
         self.ending.check_store(self.host.view, self.lease is not None and self.lease.reaches_store)
         self.workforce.tick()
         self.host.tick()
-        view = self.host.view
-        self.peers.tick(self.leadership.leader_id, () if view is None else (*view.slots, *view.leaving))
+        self.peers.tick(self.leadership.leader_id, self.host.named())
         self.protection.tick()
         self.checkpoints.tick()
         self._check_lease()

@@ -137,6 +137,10 @@ class Host:
             return range(0)
         return self.view.ranks_of_slot(self.slot)
 
+    def named(self) -> tuple[MemberId, ...]:
+        """Members that the View names."""
+        return () if self.view is None else (*self.view.slots, *self.view.leaving)
+
     def tick(self) -> None:
         if self.view is not None and self.view.phase is not Phase.ABORTING:
             self._faults.tick()

@@ -116,6 +116,7 @@ class Leader:
             )
         )
         if view is not None:
+            self._timeline.resume(view)
             for fault in self._registry.faults(view.generation):
                 self.fault(fault)
             for ack in self._registry.acks(view.generation):

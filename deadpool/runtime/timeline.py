@@ -25,6 +25,11 @@ class Timeline:
         self._began_s = 0.0  # 0: no recovery is under way
         self._phase_s = 0.0
         self._acks: dict[MemberId, Ack] = {}
+        self._slots: tuple[MemberId, ...] = ()  # of the View under which the job last ran
+
+    def resume(self, view: View) -> None:
+        """This leader takes over under `view`."""
+        self._slots = view.slots
 
     def fault(self, fault: Fault, host: str) -> None:
         """A fault was reported; the View that answers it follows."""
@@ -61,6 +66,7 @@ class Timeline:
             case Phase.RUNNING:
                 if self._began_s and view.rollback is not None:
                     self._done(view, now_s)
+                self._slots = view.slots
             case _:
                 pass
 
@@ -75,7 +81,9 @@ class Timeline:
         finished = [ack.last_step for ack in self._acks.values() if ack.last_step]
         groups = any(ack.groups for ack in self._acks.values())
         source = "checkpoint" if view.source is Source.CHECKPOINT else "replicated" if groups else "replica"
-        summary: dict[str, str | int | float] = {
+        summary: dict[str, Any] = {
+            # By what changed, not by the causes: of several in one recovery, only the last is known as such.
+            "replaced": [member for member in self._slots if member and member not in view.slots],
             "source": source,
             "rollback_step": view.rollback.step,
             "rollback_generation": view.rollback.generation,

@@ -87,10 +87,10 @@ def test_status_tells_the_truth_before_during_and_after_a_recovery_and_without_e
         assert job.process.poll() is None
         after, problem = ask(job_id)
     assert (problem, after.generation) == ("", 2)
-    assert states(after)[victim] == "dead"
+    assert states(after).get(victim) == "dead", (states(after), after.recoveries)
     assert sorted(states(after).values()) == ["active", "active", "dead"]
     (recovery,) = after.recoveries
-    assert recovery["subject"] == victim
+    assert recovery["replaced"] == [victim]
 
     processes = processes_of(job)
     etcd = etcd_of(job)

@@ -426,4 +426,18 @@ def test_the_loss_of_the_leader_itself_is_kept_with_its_name(lead: Lead) -> None
     for _, _, write in leading.writes:
         write()
     (kept,) = leading.job.registry.recoveries()
-    assert (kept["kind"], kept["subject"]) == ("silence", "a")
+    assert (kept["kind"], kept["subject"], kept["replaced"]) == ("silence", "a", ["a"])
+
+
+def test_of_two_hosts_lost_in_one_recovery_both_are_kept(lead: Lead) -> None:
+    leading = lead("d", "e", slots=("a", "b", "c"))
+    leading.run()
+    leading.leader.silent("a", (), ("b",))
+    leading.leader.silent("a", (), ("c",))
+    copies = {"a": Inventory(member="a", copies=tuple(RankCopies(rank=r, own=(FIVE,)) for r in range(3)))}
+    leading.ack(Phase.ABORTING, "a", copies=copies)
+    leading.ack(Phase.RESTORING, "a", "d", "e")
+    for _, _, write in leading.writes:
+        write()
+    (kept,) = leading.job.registry.recoveries()
+    assert kept["replaced"] == ["b", "c"]
