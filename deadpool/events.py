@@ -69,7 +69,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         # Recovery; all in the NEW generation
         "recovery.begin": "The leader opened a generation; kind, ranks, host, subject, reason.",
         "recovery.phase": "A phase of the timeline ended here; phase, seconds, rank if a worker's.",
-        "recovery.done": "All run again; replaced, source, rollback_step and _generation, lost_steps, seconds.",
+        "recovery.done": "All run again; replaced, source, rollback_step, rollback_generation, lost_steps, "
+        "seconds.",
         # Waiting, and the summary at the end
         "wait.long": "A wait takes long; waiting_for, seconds if they were counted.",
         "agent.failed": "This host cannot go on and ends; reason.",

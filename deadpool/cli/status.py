@@ -7,7 +7,6 @@ asked (at the addresses that the launcher wrote down), what they know is shown, 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import sys
 import threading
@@ -341,7 +340,7 @@ def _ask_agent(address: str, token: str, deadline_s: float) -> AgentStatus | Non
     try:
         channel.settimeout(max(0.01, deadline_s - time.monotonic()))
         channel.send(StatusRequest(token=token))
-        reply = channel.receive(max(0.01, deadline_s - time.monotonic()))
+        reply = channel.receive_first(CONTROL_FRAME_BYTES, max(0.01, deadline_s - time.monotonic()))
         return msgspec.msgpack.decode(reply.body, type=AgentStatus)
     except (ChannelClosed, msgspec.MsgspecError):
         return None  # stopped, fenced, of another job, or of another version: no answer

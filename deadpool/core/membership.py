@@ -234,7 +234,7 @@ def _on_silences(state: State, event: SilencesHeard) -> Outcome:
     silences = state.silences.say(event.observer, event.silent, event.gone)
     state = replace(state, silences=silences)
     dead = {member for member in (*event.gone, *event.silent) if silences.is_death(member)}
-    why = "its process is gone" if dead <= set(event.gone) else "other hosts hear nothing of it"
+    why = "its process is gone" if dead <= set(event.gone) else "others hear nothing of it (silence_dead_s)"
     return lose(state, sorted(dead), event.now_s, why)
 
 

@@ -473,8 +473,7 @@ class Agent:
         if self.ending.view is None:
             self.log.emit("member.fenced", generation=self._generation(), reason=why)
             self.workforce.exit_all(ExitCode.REPLACED, "its host was replaced")
-            view = self.host.view
-            raise Replaced(why, is_awaited=view is not None and "" in view.slots)
+            raise Replaced(why, is_awaited="" in self.host.named())
 
     def _on_parked(self, worker: Worker) -> None:
         self.log.emit("worker.ready", pid=worker.handle.pid, seconds=self.workforce.ready_s)
