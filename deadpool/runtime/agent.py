@@ -89,8 +89,8 @@ class Agent:
         self._launch = launch
         self.token = launch.token
         self._queue: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
-        run_id = launch.run_id or config.job.job_id
-        self.log = EventLog(run_dir / f"events-{self.id}.jsonl", run_id, self.id, console=self._say)
+        path, run_id = run_dir / f"events-{self.id}.jsonl", launch.run_id or config.job.job_id
+        self.log = EventLog(path, run_id, self.id, console=self._say)
         self.address = config.run.address or own_address(config.membership)
         self._members: dict[MemberId, Member] = {}
         self._reached = False
@@ -125,9 +125,7 @@ class Agent:
         config = self.config
         self.store_client = EtcdStore(etcd_config(config.membership))
         self.registry = Registry(self.store_client, config.job.job_id)
-        self.writer = RegistryWriter(
-            lambda what, error: self.post(self.ending.give_up, f"{what} could not be written: {error!r}")
-        )
+        self.writer = RegistryWriter(lambda what, error: self.post(self.ending.not_written, what, error))
         self.memory = HostMemoryStore(self.id)
         self.leadership = Leadership(
             self.id,

@@ -104,6 +104,10 @@ class Ending:
         self._log.emit("agent.failed", reason=why)
         raise AgentEnd(int(ExitCode.USER_ERROR), why)
 
+    def not_written(self, what: str, error: Exception) -> None:
+        """A record could not be written, for a reason that trying again does not mend."""
+        self.give_up(f"{what} could not be written: {error!r}")
+
     def worker_ended(self, worker: Worker, code: int) -> None:
         self._codes[worker.rank] = code
 
