@@ -6,6 +6,7 @@ only come from membership), DETECT = TTL + 2 s, RECOVER = DETECT + 10 s.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -163,3 +164,17 @@ def by_hand(rig: Rig) -> Iterator[ByHand]:
     yield prepare
     for job in jobs:
         job.close()
+
+
+def wait_until_gone(pid: int, within_s: float) -> None:
+    """Gone, or ended and still to be reaped by whoever is its parent now."""
+    deadline_s = time.monotonic() + within_s
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state in "ZX":
+            return
+        assert time.monotonic() < deadline_s, f"process {pid} (state {state}) lives after {within_s:g} s"
+        time.sleep(0.02)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from deadpool.cli.jobs import find_job
 from deadpool.membership.etcd import EtcdConfig, EtcdStore
 from deadpool.testing.cluster import Job
 from deadpool.testing.faults import parent_of
+from tests.scenarios.conftest import wait_until_gone
 
 Launch = Callable[..., Job]
 
@@ -27,18 +25,6 @@ def revisions(job_id: str, member: str) -> dict[str, int]:
     with EtcdStore(EtcdConfig(endpoints=find_job(job_id).etcd)) as store:
         pairs, _ = store.get_prefix(f"/deadpool/{job_id}/")
     return {pair.key: pair.mod_revision for pair in pairs if member in pair.key}
-
-
-def wait_until_gone(pid: int, within_s: float) -> None:
-    """Gone, or a zombie that its parent has still to reap."""
-    deadline_s = time.monotonic() + within_s
-    while time.monotonic() < deadline_s:
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                time.sleep(0.02)
-                continue
-        return
-    raise AssertionError(f"process {pid} lives {within_s:g} s after it was woken")
 
 
 def test_a_stopped_host_that_wakes_after_its_replacement_ends_its_worker_and_writes_nothing(
