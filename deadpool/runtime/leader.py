@@ -210,7 +210,8 @@ class Leader:
         self._name_disagreement(stall)
         if not stall.is_late:
             return
-        culprits = progress.find_culprits(tuple(stall.reports.values()))
+        reports = tuple(stall.reports.values())
+        culprits = progress.find_culprits(reports)
         if culprits:
             self._log.emit("progress.culprit", generation=view.generation, ranks=list(culprits))
         else:
