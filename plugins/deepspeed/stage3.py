@@ -31,12 +31,17 @@ def _invalidate(owner: Any, name: str) -> None:
 
 
 def _forget_results(owner: Any, name: str) -> None:
-    """Clear the cache of a method, which DeepSpeed hides behind a wrapper without a way to it."""
-    method = getattr(type(owner), name)
+    """A spare has no cached results: ranks that do could release other parameters than it."""
+    cached_method(type(owner), name).cache_clear()
+
+
+def cached_method(owner: type, name: str) -> Any:
+    """A method with a cache, which DeepSpeed hides behind a wrapper without a way to it."""
+    method = getattr(owner, name)
     while not hasattr(method, "cache_clear"):
         cells = [cell.cell_contents for cell in method.__closure__ or ()]
         method = next(content for content in cells if callable(content))
-    method.cache_clear()
+    return method
 
 
 def _release(param: Any, name: str) -> None:

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
+from deadpool.plugins.deepspeed.stage3 import cached_method
+
+_RELEASED = "_PartitionedParameterCoordinator__params_to_release"
 IGNORED = {
     "_config",
     "_is_gradient_accumulation_boundary",  # of the optimizer: set at the begin of each backward
@@ -32,8 +36,9 @@ IGNORED = {
 
 def flatten(engine: Any) -> dict[str, str]:
     """Path -> what is there. Tensors by type and shape, objects that are not DeepSpeed's by their class."""
-    depth = len(parameter_offload.FWD_MODULE_STACK)  # the only trace of a step outside of the engine
-    return {"FWD_MODULE_STACK": f"{depth} modules", **dict(_walk(engine, "engine", set()))}
+    released = cached_method(PartitionedParameterCoordinator, _RELEASED).cache_info().currsize
+    outside = {"modules in forward": len(parameter_offload.FWD_MODULE_STACK), "cached": released}
+    return {**{name: str(count) for name, count in outside.items()}, **dict(_walk(engine, "engine", set()))}
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

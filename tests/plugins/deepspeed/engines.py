@@ -95,7 +95,7 @@ def make_config(kind: Kind) -> dict[str, Any]:
             "contiguous_gradients": kind.is_contiguous,
             "reduce_bucket_size": kind.bucket,
             "allgather_bucket_size": 1500,
-            "stage3_prefetch_bucket_size": 1500,
+            "stage3_prefetch_bucket_size": 0 if kind.is_checkpointed else 1500,
             "stage3_param_persistence_threshold": 30,
             "sub_group_size": 1000,
         },

@@ -140,9 +140,10 @@ def test_every_entry_of_the_engine_is_needed() -> None:
 
 def find_need(drill: Drill, entry: Entry) -> str:
     """How the absence of `entry` shows, or an empty text."""
+    every_call = range(1, len(drill.collectives) + 1)
     adapter = drill.adapter
     everything = (adapter.of_engine, adapter.of_optimizer)
-    for call in points(drill.collectives):
+    for call in every_call if drill.own.kind.is_checkpointed else points(drill.collectives):
         drill.abort(call)
         adapter.of_engine, adapter.of_optimizer = (
             tuple(other for other in entries if other is not entry) for entries in everything
