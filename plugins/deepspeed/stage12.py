@@ -17,11 +17,6 @@ def _all_false(owner: Any, name: str) -> None:
     flags[:] = [False] * len(flags)
 
 
-def _empty_lists(owner: Any, name: str) -> None:
-    for items in getattr(owner, name).values():
-        items.clear()
-
-
 class GatheredPart(FlatPart):
     """After each step all partitions are gathered into flat parameters, named by `flat_parameters`.
 
@@ -53,7 +48,6 @@ class ZeroPart(GatheredPart):
         becomes("optimizer.ipg_buckets[*].index", 0),
         Entry("optimizer.params_already_reduced", _all_false),
         emptied("optimizer.extra_large_param_to_reduce"),
-        Entry("optimizer.previous_reduced_grads", _empty_lists),
         emptied("optimizer.averaged_gradients"),
         emptied("optimizer.all_grad_tensors"),
         becomes("optimizer.bit16_groups[*][*].grad_accum", None),

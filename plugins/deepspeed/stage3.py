@@ -73,7 +73,6 @@ class Zero3Part(FlatPart):
             emptied("optimizer._offload_boundary_param_ids"),
             Entry(STACK, unwind),
             becomes("module.modules[*]._parameters._in_forward", False),
-            emptied("module.modules[*].ds_recompute_parameters"),
             becomes("module.modules[*].ds_grads_remaining", 0, is_lazy=True),
             becomes("module.modules[*].applied_pre_backward_ref_cnt", 0, is_lazy=True),
             emptied("module.parameters[*].ds_active_sub_modules"),

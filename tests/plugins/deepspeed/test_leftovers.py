@@ -86,6 +86,7 @@ def points(collectives: Sequence[str]) -> list[int]:
     return sorted({call for run in runs for call in (*run[:2], run[-1])})
 
 
+@pytest.mark.timeout(300)  # every collective of a step is one abort and seven steps
 @pytest.mark.parametrize("kind", cases(KINDS, 1, 2, 3, 4, 8, 9))
 def test_a_step_that_was_aborted_at_a_collective_leaves_no_trace(kind: Kind) -> None:
     with trainer(kind) as own, keeping(own.state) as keeper:
