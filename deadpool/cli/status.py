@@ -78,7 +78,8 @@ def gather_status(job: JobFile) -> tuple[JobStatus, str]:
         ConfigError: the control plane knows no such job.
     """
     deadline_s = time.monotonic() + DEADLINE_S
-    hints = job.members_hint or read_agent_addresses(Path(job.run_dir))
+    # Without the job's token agents do not answer; for hosts that were started one by one etcd has it.
+    hints = (job.members_hint or read_agent_addresses(Path(job.run_dir))) if job.token else ()
     hinted = {hint: _Question(partial(_ask_agent, hint, job.token, deadline_s)) for hint in hints}
     # gRPC takes a third of a second to import, more on a busy machine: that is not etcd's silence.
     import_module("deadpool.membership.etcd")
@@ -90,7 +91,7 @@ def gather_status(job: JobFile) -> tuple[JobStatus, str]:
         if job.pid and not is_running(job.pid):
             problem += f"; the launcher of the job (pid {job.pid}) has ended"
         answer = StoreAnswer()
-    elif not answer.members and answer.view is None and not hinted:
+    elif not answer.members and answer.view is None and not hints:
         raise ConfigError([f"no job {job.job_id!r} at {', '.join(job.etcd)}"])
     token = job.token or answer.token
     asked = []

@@ -31,6 +31,9 @@ def train(ft):
 """
 
 
+STEPS = "ft.steps(3):\n        pass"
+SLOW_STEPS = "ft.steps(20):\n        __import__('time').sleep(0.1)"
+
 STATEFUL = """
 class Stateful:
     def __init__(self, value):
@@ -135,11 +138,12 @@ def test_a_checkpoint_of_another_model_ends_the_job_with_code_2(tmp_path: Path) 
     for width, expected in ((4, 0), (5, 2)):
         script = tmp_path / f"width-{width}.py"
         script.write_text(
-            HEAD.replace("Linear(4, 4)", f"Linear({width}, 4)")
+            HEAD.replace("Linear(4, 4)", f"Linear({width}, 4)").replace(STEPS, SLOW_STEPS)
             + "deadpool.wrap(train, model=model, optimizer=optimizer)()\n"
         )
         code, output = run_standalone(tmp_path / str(width), script, *checkpoints)
         assert code == expected, output
+        assert list((tmp_path / "checkpoints").glob("*/manifest.json"))
     assert "does not fit the state" in output
     assert "weight: here float32[4, 5]" in output
     assert ", stored float32[4, 4]" in output
