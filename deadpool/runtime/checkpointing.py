@@ -148,8 +148,9 @@ class CheckpointTier:
         stored = OnceArea.decode(self.read_once(rank, name))
         if stored.layout_hash != once.layout_hash:
             raise LayoutMismatch(
-                f"the checkpoint in {self.root}, rank {rank}: {_difference(stored, once)}\n"
-                "Remedy: give another --checkpoint-dir, or run the script that made it."
+                f"{_difference(stored, once)}\n"
+                f"The checkpoint in {self.root} holds another state than this script builds (rank {rank}); "
+                "give another --checkpoint-dir, or run the script that made it."
             )
         sizes: dict[str, int] = {}
 
@@ -290,4 +291,4 @@ def _difference(stored: OnceArea, once: OnceArea) -> str:
         Layout.from_json(once.layout).check_same(Layout.from_json(stored.layout))
     except LayoutMismatch as error:
         return str(error)
-    return "it holds another state than this script builds"
+    return "the layouts differ in their encoding"

@@ -69,6 +69,11 @@ class FaultReports:
             text = f"worker of rank {rank} {cause}"
             self.report(kind, tuple(sorted(self._lost)), text, worker.finished_step + 1)
 
+    def bad_input(self, rank: int, text: str) -> None:
+        """This agent found what the user has to mend. The View's reason has one line; here all are shown."""
+        print(f"deadpool: rank {rank}: {text}", file=sys.stderr, flush=True)
+        self.report(FaultKind.BAD_INPUT, (rank,), text, 0)
+
     def not_rebuilt(self, worker: Worker, why: str, unreached: tuple[int, ...]) -> None:
         """The communicators of a rank were not built; it did not reach these ranks."""
         rank = worker.rank

@@ -403,7 +403,7 @@ class Host:
             self._areas.put(rank, once)
             why = self._areas.check_memory(rank, once, self._member.host, self.view.nproc)
             if why:
-                self._faults.report(FaultKind.BAD_INPUT, (rank,), why, 0)
+                self._faults.bad_input(rank, why)
                 return
         segment = self._areas.segment_for(rank, once)
         view = self.view
@@ -416,7 +416,7 @@ class Host:
                 segment.complete(0, blob_len=blob_len)
             except SnapshotError as error:
                 segment.empty(0)
-                self._faults.report(FaultKind.BAD_INPUT, (rank,), str(error), 0)
+                self._faults.bad_input(rank, str(error))
                 return
         self._parts.workforce.attached(worker)
         worker.handle.send(SegmentReply(generation=message.generation, load=load), (segment.fd,))
