@@ -45,6 +45,12 @@ TensorList flat(const T& items) {
 
 constexpr int kNoRoot = -1;
 
+// For operations of which members do not issue equally many: comparing them would name the wrong rank.
+HandleEntry* uncounted() {
+  static auto* entry = new HandleEntry();
+  return entry;
+}
+
 bool is_point_to_point(const char* op) {
   return op[0] == 's' ? op[1] == 'e' : op[0] == 'r' && op[2] == 'c';  // send; recv, recv_anysource
 }
@@ -94,7 +100,18 @@ void SwapBackend::set_inner(Inner inner, uint64_t generation) {
     entry_->issued.store(0);
     entry_->completed.store(0);
   }
+  for (const auto& line : lines_) {
+    line.second->issued.store(0);
+    line.second->completed.store(0);
+  }
   generation_.store(generation, std::memory_order_release);
+}
+
+void SwapBackend::set_nccl_raw(int64_t address) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (inner_.communicator) {
+    inner_.nccl_raw = address;
+  }
 }
 
 Inner SwapBackend::take_inner(uint64_t generation) {
@@ -146,9 +163,33 @@ BackendPtr SwapBackend::live() const {
   return live(generation);
 }
 
-WorkPtr SwapBackend::track(const char* op, const BackendPtr& inner, uint64_t generation, WorkPtr work) {
+// Where an operation is counted. Collectives are counted alike on all members. Sends and receives are not (an inner stage of a
+// pipeline issues twice as many as its ends), but on each line from one rank to another both sides count the same: so a line
+// has an entry of its own, and whoever has issued less on it is waited for. A receive from any rank belongs to no line.
+HandleEntry* SwapBackend::entry_for(const char* op, int peer) {
+  if (!is_point_to_point(op)) {
+    return entry_;
+  }
+  if (peer < 0) {
+    return uncounted();
+  }
+  const auto line = op[0] == 's' ? std::make_pair(getRank(), peer) : std::make_pair(peer, getRank());
+  std::lock_guard<std::mutex> lock(mutex_);
+  HandleEntry*& entry = lines_[line];
+  if (entry == nullptr) {
+    entry = WorkerPage::get().add_entry(name() + "/" + std::to_string(line.first) + ">" + std::to_string(line.second));
+  }
+  return entry;
+}
+
+WorkPtr SwapBackend::track(
+    const char* op,
+    const BackendPtr& inner,
+    uint64_t generation,
+    WorkPtr work,
+    HandleEntry* entry) {
   if (!work) {
-    entry_->completed.fetch_add(1, std::memory_order_relaxed);
+    entry->completed.fetch_add(1, std::memory_order_relaxed);
     return work;
   }
   std::shared_ptr<Flight> flight;
@@ -157,24 +198,25 @@ WorkPtr SwapBackend::track(const char* op, const BackendPtr& inner, uint64_t gen
     const FuturePtr future = find_future(op, *work);
     if (future) {
       wait = SwapWork::Wait::kFlight;
-      flight = std::make_shared<Flight>(entry_);
+      flight = std::make_shared<Flight>(entry);
       future->addCallback(
           [flight](c10::ivalue::Future& ended) { flight->end(!ended.hasError()); }, /*uses_future=*/false);
     } else {
       wait = is_point_to_point(op) ? SwapWork::Wait::kAbortable : SwapWork::Wait::kSliced;
     }
   }
-  return c10::make_intrusive<SwapWork>(std::move(work), name_, generation, entry_, std::move(flight), wait);
+  return c10::make_intrusive<SwapWork>(std::move(work), name_, generation, entry, std::move(flight), wait);
 }
 
 template <class Run>
-WorkPtr SwapBackend::run_inner(const char* op, uint64_t bytes, Run& run) {
+WorkPtr SwapBackend::run_inner(const char* op, int root, uint64_t bytes, Run& run) {
   uint64_t generation = 0;
   const BackendPtr inner = live(generation);
-  entry_->last_call.store(encode_call(op, bytes), std::memory_order_relaxed);
-  entry_->issued.fetch_add(1, std::memory_order_relaxed);
+  HandleEntry* const entry = entry_for(op, root);
+  entry->last_call.store(encode_call(op, bytes), std::memory_order_relaxed);
+  entry->issued.fetch_add(1, std::memory_order_relaxed);
   try {
-    return track(op, inner, generation, run(*inner));
+    return track(op, inner, generation, run(*inner), entry);
   } catch (...) {
     if (generation <= Registry::get().closed_generation()) {
       throw_aborted(name(), generation, std::string(op) + " was aborted (" + current_message() + ")");
@@ -187,7 +229,7 @@ template <class Outputs, class Inputs, class Run>
 WorkPtr SwapBackend::dispatch(const char* op, int root, Outputs& outputs, Inputs& inputs, Run run) {
   const uint64_t bytes = std::max(count_bytes(outputs), count_bytes(inputs));
   if (C10_LIKELY(!tapped_.load(std::memory_order_acquire))) {
-    return run_inner(op, bytes, run);
+    return run_inner(op, root, bytes, run);
   }
   std::shared_ptr<Tap> tap;
   {
@@ -195,14 +237,14 @@ WorkPtr SwapBackend::dispatch(const char* op, int root, Outputs& outputs, Inputs
     tap = tap_;
   }
   if (!tap) {
-    return run_inner(op, bytes, run);
+    return run_inner(op, root, bytes, run);
   }
   py::gil_scoped_acquire gil;
   auto in_call = std::make_shared<bool>(true);  // the arguments are references: `issue` ends with this call
   py::cpp_function issue([&, in_call]() -> std::optional<WorkPtr> {
     TORCH_CHECK(*in_call, "issue() called after its collective returned");
     py::gil_scoped_release no_gil;
-    WorkPtr work = run_inner(op, bytes, run);
+    WorkPtr work = run_inner(op, root, bytes, run);
     return work ? std::optional<WorkPtr>(work) : std::nullopt;
   });
   struct End {
@@ -367,7 +409,7 @@ void SwapBackend::startCoalescing() {
 WorkPtr SwapBackend::endCoalescing() {
   uint64_t generation = 0;
   const BackendPtr inner = live(generation);
-  return track("coalesced", inner, generation, inner->endCoalescing());
+  return track("coalesced", inner, generation, inner->endCoalescing(), uncounted());
 }
 
 uint64_t SwapBackend::getSequenceNumberForGroup() {

@@ -5,9 +5,11 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "page.h"
@@ -48,6 +50,7 @@ class SwapBackend : public c10d::Backend {
   void set_name(const std::string& name);
 
   void set_inner(Inner inner, uint64_t generation);
+  void set_nccl_raw(int64_t address);  // of the inner communicator, once it is connected
   Inner take_inner(uint64_t generation);  // if it is of that generation or older
   BackendPtr peek_inner() const;
   uint64_t generation() const {
@@ -123,11 +126,12 @@ class SwapBackend : public c10d::Backend {
  private:
   BackendPtr live(uint64_t& generation) const;
   BackendPtr live() const;
-  WorkPtr track(const char* op, const BackendPtr& inner, uint64_t generation, WorkPtr work);
+  WorkPtr track(const char* op, const BackendPtr& inner, uint64_t generation, WorkPtr work, HandleEntry* entry);
   template <class Outputs, class Inputs, class Run>
   WorkPtr dispatch(const char* op, int root, Outputs& outputs, Inputs& inputs, Run run);
   template <class Run>
-  WorkPtr run_inner(const char* op, uint64_t bytes, Run& run);
+  WorkPtr run_inner(const char* op, int root, uint64_t bytes, Run& run);
+  HandleEntry* entry_for(const char* op, int peer);
 
   const std::string kind_;
   const c10::intrusive_ptr<Options> options_;
@@ -140,6 +144,7 @@ class SwapBackend : public c10d::Backend {
   // Below: mutex_.
   Inner inner_;
   std::shared_ptr<Tap> tap_;
+  std::map<std::pair<int, int>, HandleEntry*> lines_;  // (sender, receiver), see entry_for
 };
 
 }  // namespace deadpool

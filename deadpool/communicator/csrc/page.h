@@ -15,7 +15,7 @@ constexpr size_t kClosedGenerationOffset = 16;
 constexpr size_t kHandleCountOffset = 72;
 constexpr size_t kEntriesOffset = 4096;
 
-// One per handle, in creation order; counted anew in each generation. The agent compares `issued` across ranks to name the one
+// One per handle, and one per line from rank to rank (see SwapBackend::entry_for); counted anew in each generation. The agent compares `issued` across ranks to name the one
 // that others wait for.
 struct HandleEntry {
   std::atomic<uint64_t> name_hash;

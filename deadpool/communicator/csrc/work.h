@@ -72,8 +72,10 @@ class ForwardWork : public c10d::Work {
 };
 
 // [Note: operations that gloo forgets]
-// When a connection fails while an operation writes to it, gloo may miss to tell that operation: its waiter sleeps until the
-// timeout of the group (measured: in 0.7% of aborts, ring all-reduce in UnboundBuffer::waitSend). So no caller of ours waits
+// When a connection fails, gloo tells the operations that are queued, but not the one whose bytes are under way: what it sends is
+// in Pair::tx_, where signalException looks for bound buffers only, and what it receives has left localPendingRecv_ already. That
+// operation's waiter sleeps until the timeout of the group (measured: in 0.7% of aborts, ring all-reduce in
+// UnboundBuffer::waitSend). gloo offers no way to reach it from outside. So no caller of ours waits
 // inside gloo without end. A wait for a collective sleeps on a Flight, or in slices where there is no future, and ends some time
 // after a close; a wait for a send or receive, and futures, are listed as BlockedCalls and made to fail. gloo's own thread stays
 // behind until the timeout, in a communicator that is buried; it writes nothing, its connections are gone.

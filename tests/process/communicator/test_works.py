@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from deadpool.communicator import _native
+from deadpool.communicator.extension import native
 from deadpool.errors import CollectiveAborted
 from tests.process.communicator.cluster import START_S, Cluster, Seat, all_reduce_value, run_all
 
@@ -157,13 +157,16 @@ def test_the_agent_sees_who_has_not_issued_what_others_wait_for() -> None:
         for worker in workers:
             worker.wait("waits", START_S)
         waiting, culprit = (worker.entries() for worker in workers)
-        assert [entry[0] for entry in waiting] == [_native.name_hash("0"), _native.name_hash("1")]
-        assert waiting[0][1:] == (7, 6, 2000)
-        assert culprit[0][1:] == (6, 6, 12)
+        # Sends and receives are counted per line from rank to rank, alike on both sides.
+        names = ["0", "1", "0/0>1"]
+        assert [entry[0] for entry in waiting] == [native.name_hash(name) for name in names]
+        assert waiting[0][1:] == (6, 5, 2000)
+        assert culprit[0][1:] == (5, 5, 4000)
         assert waiting[1][1:] == culprit[1][1:] == (1, 1, 4000)
+        assert waiting[2] == culprit[2] and culprit[2][1:] == (1, 1, 12)
         for worker in workers:
             worker.say()
-        assert [worker.wait("result") for worker in workers] == [{"0": (8, 8), "1": (1, 1)}] * 2
+        assert [worker.wait("result") for worker in workers] == [{"0": (7, 7), "1": (1, 1)}] * 2
 
 
 def hook_calls(seat: Seat) -> dict[str, Any]:

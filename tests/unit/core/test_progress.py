@@ -53,6 +53,17 @@ def test_ranks_that_lag_behind_a_stopped_one_are_not_named() -> None:
     assert find_culprits(reports) == (2,)
 
 
+def test_in_a_pipeline_the_stage_that_computes_for_ever_is_named() -> None:
+    # Counted per line from rank to rank: the first stage issues half as many calls as the second.
+    forward_01, back_10, forward_12, back_21 = 1, 2, 3, 4
+    reports = [
+        rank(0, (forward_01, 8, 8), (back_10, 8, 7)),  # waits for the gradient of stage 1
+        rank(1, (forward_01, 8, 8), (back_10, 7, 7), (forward_12, 8, 8), (back_21, 8, 8)),
+        rank(2, (forward_12, 9, 8), (back_21, 8, 8)),  # waits for the next input from stage 1
+    ]
+    assert find_culprits(reports) == (1,)
+
+
 def test_no_reports_name_nobody() -> None:
     assert find_culprits([]) == ()
 
