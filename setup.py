@@ -8,7 +8,8 @@ The extension is compiled against the torch that is installed, so it is built wi
     pip install torch==2.13.0 setuptools wheel ninja pybind11
     pip install --no-build-isolation -e '.[embedded,dev]'
 
-DEADPOOL_BUILD_EXT=0 leaves the extension out: enough for whoever only looks at the package, and quick.
+Where it cannot be compiled the installation goes on without it, and says so: DeadPool then runs on a fallback
+in Python, whose limits are in docs/fallback.md. DEADPOOL_BUILD_EXT=0 leaves the extension out on purpose.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any
 
 from setuptools import find_packages, setup
+from setuptools.errors import BaseError, CompileError
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = "deadpool/communicator/csrc"
@@ -67,12 +70,25 @@ def extension() -> dict[str, Any]:
         depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / SOURCES).glob("*.h*")),
         include_dirs=[str(ROOT / SOURCES)],
         extra_compile_args=["-O2", "-g0"],
+        optional=True,  # for setuptools: a file that was not made is not missed
     )
-    return {"ext_modules": [native], "cmdclass": {"build_ext": cpp.BuildExtension}}
+
+    class Build(cpp.BuildExtension):  # type: ignore[misc] # its base comes with torch, whatever that is
+        def build_extensions(self) -> None:
+            try:
+                super().build_extensions()
+            except (BaseError, CompileError, OSError, RuntimeError, SubprocessError) as error:
+                _without_extension(f"it could not be compiled ({type(error).__name__}: {error})")
+
+    return {"ext_modules": [native], "cmdclass": {"build_ext": Build}}
 
 
 def _without_extension(reason: str) -> dict[str, Any]:
-    print(f"deadpool: the extension deadpool.communicator._native is not built: {reason}", file=sys.stderr)
+    print(
+        f"deadpool: the extension deadpool.communicator._native is NOT built: {reason}. DeadPool will run on "
+        "its fallback in Python (docs/fallback.md)",
+        file=sys.stderr,
+    )
     return {}
 
 

@@ -7,6 +7,7 @@
     |  |- StoreUnavailable    etcd cannot be reached                                           exit 5
     |  |- LeaseLost           this agent's lease ran out
     |  `- Fenced              this process was replaced and must write nothing                 exit 73
+    |- DeviceLost             the accelerator hangs or has a sticky error: this worker is lost
     |- CommunicatorError
     |  |- CollectiveAborted   the generation was closed; caught by `wrap`
     |  |- RebuildTimeout      communicators were not rebuilt in time
@@ -52,6 +53,10 @@ class ConfigError(DeadPoolError):
 
 class IntegrationError(DeadPoolError):
     """An object or version that DeadPool does not support."""
+
+
+class DeviceLost(DeadPoolError):
+    """The accelerator hangs or has a sticky error; this process can do nothing with it any more."""
 
 
 class MembershipError(DeadPoolError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import socket
@@ -18,6 +19,11 @@ from deadpool.errors import ConfigError
 from deadpool.membership.embedded import EMBEDDED_WARNING
 from deadpool.runtime.endpoints import etcd_config
 from deadpool.runtime.network import loopback_warnings, network_problems
+
+FALLBACK_WARNING = (
+    "the C++ extension is not built, communicators run on the fallback in Python: gloo only, and an abort "
+    "waits for the GIL (docs/fallback.md); install a C++ compiler and DeadPool again, --no-build-isolation"
+)
 
 
 def run_command(config: Config) -> int:
@@ -37,6 +43,9 @@ def run_command(config: Config) -> int:
     config = replace(config, job=replace(config.job, job_id=job_id))
     run_dir = _make_run_dir(config)
     print(f"deadpool: limits, the shortest first: {config.describe_limits()}", file=sys.stderr)
+    # Looked for, not loaded: that would take torch.
+    if importlib.util.find_spec("deadpool.communicator._native") is None:
+        print(f"deadpool: {FALLBACK_WARNING}", file=sys.stderr, flush=True)
     if config.run.standalone:
         code = _run_standalone(config, run_dir)
     else:

@@ -23,19 +23,19 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Store
 
-from deadpool.communicator import _native
-from deadpool.communicator._native import SwapBackend
 from deadpool.communicator.default_store import DefaultStore
+from deadpool.communicator.extension import MISSING, SwapBackend, native
 from deadpool.communicator.object_calls import pickle_objects
 from deadpool.communicator.rebuild import HandlesBuilder
 from deadpool.communicator.record import describe
 from deadpool.communicator.recorder import Recorder
 from deadpool.communicator.replayer import Replayer
 from deadpool.communicator.torch_patches import TorchPatches
-from deadpool.errors import CollectiveAborted, CommunicatorError
+from deadpool.errors import CollectiveAborted, CommunicatorError, IntegrationError
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,16 @@ class HandleStatus:
     generation: int  # of its inner communicator; 0 before the first
     issued: int
     completed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _SettledGroups:
+    """The process groups of the constructor phase, and the counters from which torch and we name groups."""
+
+    groups: set[dist.ProcessGroup]
+    group_count: int
+    adopted: int
+    later_allowed: bool
 
 
 class Communicators:
@@ -109,8 +119,9 @@ class Communicators:
         self._served: dict[str, deque[list[torch.Tensor]]] = {}
         self._reapers: list[threading.Thread] = []
         self._adopted = 0
-        _native.map_page(page_fd)
-        _native.start_listener(close_fd)
+        self._settled: _SettledGroups | None = None
+        native.map_page(page_fd)
+        native.start_listener(close_fd)
 
     # ---- life ----
 
@@ -130,7 +141,13 @@ class Communicators:
         """
         if store is not None:
             self._enter(getattr(store, "generation", max(1, self.closed_generation + 1)), store)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        has_device = torch.cuda.is_available()
+        if has_device and MISSING:
+            raise IntegrationError(
+                f"training on a GPU needs the C++ extension of DeadPool, which is missing ({MISSING}): "
+                "install a C++ compiler and install DeadPool again with --no-build-isolation"
+            )
+        backend = "cpu:gloo,cuda:nccl" if has_device else "gloo"
         dist.init_process_group(
             backend,
             store=self._default_store,
@@ -143,16 +160,17 @@ class Communicators:
         """Forget every handle and process group; another Communicators may follow in this process."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        _native.close(max(self.generation, self.closed_generation))
+        native.close(max(self.generation, self.closed_generation))
         self._patches.remove()
         if self._recorder is not None:
             self._recorder.close()
-        self._recorder = self._replayer = self._hook = None
+        self._recorder = self._replayer = self._hook = self._settled = None
         self._served.clear()
         self._leave_store()
+        native.free_nccl()
         self.reap()
-        _native.clear_entries()
-        _native.reset_generations()
+        native.clear_entries()
+        native.reset_generations()
 
     def shutdown(self) -> None:
         """End the listener and join this object's threads; for a process that goes on without DeadPool."""
@@ -160,27 +178,27 @@ class Communicators:
         self._leave_store()
         for reaper in self._reapers:
             reaper.join(_JOIN_S)
-        _native.stop_listener()
+        native.stop_listener()
 
     # ---- generations ----
 
     @property
     def generation(self) -> int:
         """Generation under which handles are, or are being, built; 0 before the first."""
-        return _native.opened_generation()
+        return native.opened_generation()
 
     @property
     def closed_generation(self) -> int:
         """Newest generation that was closed; 0 before the first close."""
-        return _native.closed_generation()
+        return native.closed_generation()
 
     def is_closed(self) -> bool:
         """The current generation was closed (or none was opened): collectives raise CollectiveAborted."""
-        return _native.is_closed()
+        return native.is_closed()
 
     def frozen(self) -> bool:
         """No capture that completes now may be reported. Becomes true before any communicator is aborted."""
-        return _native.is_closed()
+        return native.is_closed()
 
     def open(self, generation: int, store: Store, *, timeout_s: float | None = None) -> None:
         """Give every handle a new inner communicator, in order of creation, as a collective act of all ranks.
@@ -196,22 +214,24 @@ class Communicators:
             RebuildTimeout: some peers did not come, or connecting failed; the message names them.
             CollectiveAborted: closed meanwhile.
         """
-        _native.close(generation - 1)
+        native.close(generation - 1)
+        native.free_nccl()  # every rank has closed by now: whoever opens was told so
+        self._forget_later_groups()
         self._enter(generation, store)
         limit_s: float = getattr(store, "timeout_s", REBUILD_S) if timeout_s is None else timeout_s
-        self._builder().build_all(_native.handles(), limit_s)
+        self._builder().build_all(native.handles(), limit_s)
 
     def close(self, generation: int) -> None:
         """Close every handle of generations up to `generation`, the way the native listener does.
 
         On return new collectives raise, `frozen()` is true, those in flight have failed or are about to.
         """
-        _native.close(generation)
+        native.close(generation)
 
     def reap(self) -> None:
         """Release the communicators of closed generations, on a thread: it may take up to a second."""
         self._reapers = [reaper for reaper in self._reapers if reaper.is_alive()]
-        reaper = threading.Thread(target=_native.reap, name="deadpool-reaper", daemon=True)
+        reaper = threading.Thread(target=native.reap, name="deadpool-reaper", daemon=True)
         reaper.start()
         self._reapers.append(reaper)
 
@@ -253,6 +273,16 @@ class Communicators:
         self._refresh_taps()
         replayer.finish(protected)
 
+    def settle_groups(self, *, later_allowed: bool) -> None:
+        """The groups that exist now last as long as the job. A spare has them too, and no others.
+
+        Args:
+            later_allowed: groups may still be made; they end when the next generation opens, since a spare
+                that takes over has none of them: whoever made them is entered again and makes them again.
+        """
+        world = distributed._world
+        self._settled = _SettledGroups(set(world.pg_map), world.group_count, self._adopted, later_allowed)
+
     def serve_next(
         self, group: dist.ProcessGroup, results: Sequence[torch.Tensor | Sequence[torch.Tensor]]
     ) -> None:
@@ -275,7 +305,7 @@ class Communicators:
                 issued=handle.issued,
                 completed=handle.completed,
             )
-            for handle in _native.handles()
+            for handle in native.handles()
         ]
 
     def describe_groups(self) -> dict[str, str]:
@@ -314,6 +344,12 @@ class Communicators:
     def adopt(self, handle: SwapBackend) -> None:
         if handle.handle_name != "unnamed":
             return
+        if self._settled is not None and not self._settled.later_allowed:
+            handle.shutdown()
+            raise IntegrationError(
+                "a process group is made after the first call of a step protected by wrap_step: a spare that "
+                "takes over could not make it again; make all groups before"
+            )
         handle.set_name(self._name_of(handle))
         for phase in (self._recorder, self._replayer):
             if phase is not None:
@@ -350,9 +386,19 @@ class Communicators:
     # ---- inside ----
 
     def _enter(self, generation: int, store: Store) -> None:
-        _native.open(generation)
+        native.open(generation)
         self._leave_store()
         self._store = store
+
+    def _forget_later_groups(self) -> None:
+        """Destroy the groups that were made since `settle_groups`, and name new ones as a spare will."""
+        settled = self._settled
+        if settled is None:
+            return
+        for group in [group for group in distributed._world.pg_map if group not in settled.groups]:
+            dist.destroy_process_group(group)
+        distributed._world.group_count = settled.group_count
+        self._adopted = settled.adopted
 
     def _leave_store(self) -> None:
         store, self._store = self._store, None
@@ -374,7 +420,7 @@ class Communicators:
         """Name of the group, the same on all its members; a second handle of a group adds its kind."""
         group = str(getattr(handle.options, "group_name", "")) or f"group-{self._adopted}"
         self._adopted += 1
-        taken = {other.handle_name for other in _native.handles()}
+        taken = {other.handle_name for other in native.handles()}
         return f"{group}.{handle.kind}" if group in taken else group
 
     def _members(self, handle: SwapBackend) -> Sequence[int]:
@@ -385,7 +431,7 @@ class Communicators:
 
     def _refresh_taps(self) -> None:
         tap = self._tap if self._needs_tap() else None
-        for handle in _native.handles():
+        for handle in native.handles():
             handle.set_tap(tap)
 
     def _tap(
@@ -422,7 +468,7 @@ class Communicators:
             )
         for output, result in zip(outputs, results, strict=True):
             output.detach().copy_(result.reshape(output.shape))
-        return _native.done_work(outputs)
+        return native.done_work(outputs)
 
 
 def _run_and_pickle(run: Callable[[], None], objects: list[Any]) -> bytes:

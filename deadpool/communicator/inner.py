@@ -6,38 +6,16 @@ build of torch.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Store
 
+from deadpool.communicator.nccl_environment import nccl_environment_problems
 from deadpool.errors import IntegrationError
-
-NCCL_ENVIRONMENT: Mapping[str, str] = {
-    # Nobody but DeadPool may abort: torch's watchdog would end the process or abort communicators one by one.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # Multicast objects of an aborted communicator are not always released (issues named in docs/limits.md).
-    "NCCL_NVLS_ENABLE": "0",
-}
-"""What the launcher sets in a worker's environment before torch is imported."""
-
-
-def nccl_environment_problems(environment: Mapping[str, str] | None = None) -> list[str]:
-    """One sentence for each variable that would let somebody else abort; empty when all is well."""
-    actual = os.environ if environment is None else environment
-    return [
-        f"{name} is {actual.get(name, 'not set')!r} and must be {wanted!r}"
-        for name, wanted in NCCL_ENVIRONMENT.items()
-        if actual.get(name) != wanted
-    ]
 
 
 def make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> c10d.Backend:
@@ -55,7 +33,7 @@ def make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> c10d.Ba
 
 
 def make_nccl(store: Store, rank: int, size: int, options: Any) -> c10d.Backend:
-    """Make an NCCL communicator that can be aborted; it connects at first use.
+    """Make an NCCL communicator that can be aborted; `connect_nccl` connects it.
 
     Args:
         store: a prefix never used before.
@@ -78,3 +56,14 @@ def make_nccl(store: Store, rank: int, size: int, options: Any) -> c10d.Backend:
     communicator: c10d.Backend = c10d.ProcessGroupNCCL(store, rank, size, options)
     communicator._set_sequence_number_for_group()
     return communicator
+
+
+def connect_nccl(communicator: c10d.Backend) -> int:
+    """Connect on the current device, so that an abort has something to revoke. A collective act of its ranks.
+
+    Returns:
+        Address of the ncclComm_t, or 0 where torch does not tell it.
+    """
+    communicator.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    address = getattr(communicator, "_comm_ptr", None)
+    return int(address()) if address is not None else 0

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Store
 
-from deadpool.communicator import _native
-from deadpool.communicator._native import SwapBackend
-from deadpool.communicator.inner import make_gloo, make_nccl
+from deadpool.communicator.extension import SwapBackend, native
+from deadpool.communicator.inner import connect_nccl, make_gloo, make_nccl
 from deadpool.errors import CollectiveAborted, RebuildTimeout
 
 logger = logging.getLogger(__name__)
@@ -57,9 +56,9 @@ class HandlesBuilder:
             timeout_s,
         )
 
-    def _run(self, work: Callable[[_native.Build, float], None], timeout_s: float) -> None:
+    def _run(self, work: Callable[[native.Build, float], None], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        build = _native.Build(self.generation)
+        build = native.Build(self.generation)
         errors: list[BaseException] = []
 
         def run() -> None:
@@ -101,7 +100,7 @@ class HandlesBuilder:
 
     def _meet_and_build(
         self,
-        build: _native.Build,
+        build: native.Build,
         gate: str,
         members: Iterable[int],
         handles: Sequence[SwapBackend],
@@ -126,14 +125,16 @@ class HandlesBuilder:
                 missing,
             ) from error
 
-    def _build(self, build: _native.Build, handle: SwapBackend, deadline_s: float) -> None:
+    def _build(self, build: native.Build, handle: SwapBackend, deadline_s: float) -> None:
         build.begin(handle.handle_name)
         store = c10d.PrefixStore(f"{self.prefix}/{handle.handle_name}", self.store)
         timeout = handle.options._timeout
         if handle.kind == "nccl":
             communicator = make_nccl(store, handle.rank(), handle.size(), handle.options)
+            build.install(handle, communicator)  # first: an abort must reach it while it connects
+            handle.set_nccl_raw(connect_nccl(communicator))
         else:
             connect = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
             communicator = make_gloo(store, handle.rank(), handle.size(), min(timeout, connect))
             communicator.set_timeout(timeout)
-        build.install(handle, communicator)
+            build.install(handle, communicator)

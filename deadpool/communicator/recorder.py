@@ -19,7 +19,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.nn.modules import module as torch_module
 
-from deadpool.communicator import _native, object_calls
+from deadpool.communicator import object_calls
+from deadpool.communicator.extension import native
 from deadpool.communicator.record import (
     FORMAT,
     CallRecord,
@@ -85,7 +86,7 @@ class Recorder:
             return work
         # Captured when its owner waits, never at once: waiting here for a receive would hang a pipeline
         # schedule, whose matching send comes later in this very thread.
-        work = _native.watch_work(work, lambda source: self._capture(call, outputs, source))
+        work = native.watch_work(work, lambda source: self._capture(call, outputs, source))
         with self._lock:
             self._unfinished[id(call)] = (group, call, work)
         return work

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from deadpool.communicator import _native
+from deadpool.communicator.extension import native
 from deadpool.communicator.rendezvous_wire import Op, Reply, Request, Status, encode_frame, read_reply
 from deadpool.errors import CollectiveAborted
 
@@ -165,7 +165,7 @@ class RendezvousStore(Store):
         )
 
     def _is_over(self) -> bool:
-        return self._closed or _native.closed_generation() >= self.generation
+        return self._closed or native.closed_generation() >= self.generation
 
     def _take(self) -> socket.socket:
         with self._lock:
@@ -197,7 +197,7 @@ class RendezvousStore(Store):
         connection = socket.socket(family, kind, protocol)
         try:
             # Registered before it connects: a close must end a connect to a dead host too.
-            _native.add_store_socket(connection.fileno(), self.generation)
+            native.add_store_socket(connection.fileno(), self.generation)
         except BaseException:
             connection.close()
             raise
@@ -219,7 +219,7 @@ class RendezvousStore(Store):
 
 
 def _release(connection: socket.socket) -> None:
-    _native.remove_store_socket(connection.fileno())
+    native.remove_store_socket(connection.fileno())
     connection.close()
 
 

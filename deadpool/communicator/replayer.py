@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from deadpool.communicator import _native
 from deadpool.communicator.echo import echo
+from deadpool.communicator.extension import native
 from deadpool.communicator.record import (
     CallRecord,
     GroupRecord,
@@ -116,7 +116,7 @@ class Replayer:
         else:
             for tensor, output in zip(outputs, call.outputs, strict=True):
                 fill_tensor(tensor, output.data or b"")
-        return _native.done_work(outputs, call.source_rank)
+        return native.done_work(outputs, call.source_rank)
 
     def on_store(self, method: str, key: str, call: Callable[[], T]) -> T:
         """A call of the default store by the script."""

@@ -19,7 +19,7 @@ import torch.distributed.distributed_c10d as distributed
 from torch._C import _distributed_c10d as c10d
 
 from deadpool.communicator import object_calls
-from deadpool.communicator._native import SwapBackend
+from deadpool.communicator.extension import SwapBackend
 from deadpool.errors import IntegrationError
 
 _BackendType = c10d.ProcessGroup.BackendType
@@ -83,7 +83,10 @@ class TorchPatches:
             ) -> SwapBackend:
                 if options is None:
                     options = c10d.Backend.Options(kind, timeout)
-                return factory.make_handle(kind, rank, size, options)
+                handle = factory.make_handle(kind, rank, size, options)
+                if hasattr(handle, "named"):  # the fallback: the group itself, which is never registered
+                    handle.named = factory.adopt
+                return handle
 
             def __instancecheck__(cls, instance: Any) -> bool:
                 return isinstance(instance, stock) or (

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from deadpool.communicator.nccl_environment import NCCL_ENVIRONMENT
 from deadpool.config import Config, hide_secrets
 from deadpool.liveness.progress import WorkerPage
 from deadpool.runtime.ipc import Channel, ChannelClosed, ReaderThread
@@ -68,6 +69,8 @@ class WorkerHandle:
         }
         environment = hide_secrets(os.environ)
         environment[ENVIRONMENT] = json.dumps(handover)
+        for name, value in NCCL_ENVIRONMENT.items():
+            environment.setdefault(name, value)  # what the user has set is checked in the worker
         environment.setdefault("PYTHONUNBUFFERED", "1")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "deadpool.runtime.worker_main"],

@@ -17,14 +17,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
+from deadpool.communicator import extension
 from deadpool.communicator.groups import Communicators
 from deadpool.communicator.rendezvous import RendezvousStore
 from deadpool.core.types import Name
-from deadpool.errors import CollectiveAborted, Fenced, IntegrationError, LayoutMismatch, RebuildTimeout
+from deadpool.errors import (
+    CollectiveAborted,
+    DeviceLost,
+    Fenced,
+    IntegrationError,
+    LayoutMismatch,
+    RebuildTimeout,
+)
 from deadpool.liveness.progress import WorkerPage
 from deadpool.liveness.reach import find_unreachable
+from deadpool.runtime.device import Cpu, come_to_rest, find_device
 from deadpool.runtime.injector import Injector
 from deadpool.runtime.messages import (
     Abort,
@@ -47,6 +54,7 @@ from deadpool.runtime.messages import (
     WorkerDone,
 )
 from deadpool.runtime.once import OnceArea
+from deadpool.runtime.quiet import QuietSection
 from deadpool.runtime.records import StepRecords, digest
 from deadpool.runtime.result import write_json
 from deadpool.runtime.state import StateKeeper
@@ -116,7 +124,7 @@ class TrainingSession:
         self._step_started_ns = 0
         self._step_seconds: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self.is_fresh = True  # nothing restored or captured yet: tensors are what the constructor left
-        self._is_on_device = torch.cuda.is_available()
+        self._device = find_device()
 
     # ---- init ----------------------------------------------------------------------------------------
 
@@ -129,6 +137,8 @@ class TrainingSession:
         """Make the default process group, recording or replaying the constructor phase."""
         communicators = self.communicators
         communicators.install()
+        if self.rank == 0 and not self._assignment.rehearse:
+            extension.say_if_foreign()
         if self.is_promoted:
             communicators.start_replay(OnceArea.decode(self._assignment.record).record)
             communicators.init_process_group(None)
@@ -160,7 +170,7 @@ class TrainingSession:
 
     def run(self, state: StateKeeper, enter: Callable[[], T]) -> T:
         """Attach `state`, then call `enter` until all ranks have finished; see `deadpool.wrap`."""
-        self.attach(state)
+        self.attach(state, is_reentered=True)
         while True:
             try:
                 self.check_open()
@@ -173,8 +183,13 @@ class TrainingSession:
                 return result
             self.recover()
 
-    def attach(self, state: StateKeeper) -> None:
-        """Close the layout, get the segment, and stand at a step from which training may go on."""
+    def attach(self, state: StateKeeper, *, is_reentered: bool) -> None:
+        """Close the layout, get the segment, and stand at a step from which training may go on.
+
+        Args:
+            state: training state.
+            is_reentered: after a recovery the training code is entered from its top.
+        """
         if self._assignment.rehearse:
             state.close()
             raise BuildDiscarded
@@ -186,6 +201,7 @@ class TrainingSession:
         else:
             record = self.communicators.finish_recording()
             once = state.settle_layout(record, self.world_size, self._assignment.local_world_size).encode()
+        self.communicators.settle_groups(later_allowed=is_reentered)
         self.worker.send(Groups(names=self.communicators.describe_groups()))
         self.worker.send(Attach(generation=self.generation, once=once))
         reply = self._next_of(SegmentReply)
@@ -298,7 +314,7 @@ class TrainingSession:
         On a CPU nothing runs ahead. Tensors change only inside `optimizer.step`, which waits for the copy,
         so a copy that ends after a close is as good as one that ended before.
         """
-        return self._is_on_device and self.communicators.frozen()
+        return not isinstance(self._device, Cpu) and self.communicators.frozen()
 
     def _on_began(self) -> None:
         """Optimizer pre-hook: from here on the tensors of this rank may change."""
@@ -359,9 +375,14 @@ class TrainingSession:
         self.worker.send(RestoreFailed(generation=restore.generation, why=str(error), unreached=unreached))
 
     def _unwind(self, abort: Abort) -> None:
-        """Captures drained: this worker is quiet. Then the garbage of the aborted step goes."""
+        """Device at rest, captures drained: this worker is quiet. Then the garbage of the aborted step goes."""
         assert self._state is not None
-        self._state.drain()
+        try:
+            come_to_rest(
+                self._device, self._state.drain, limit_s=self.worker.config.communicator.abort_timeout_s
+            )
+        except DeviceLost as error:
+            self.worker.give_up(f"rank {self.rank}, generation {abort.generation}: {error}")
         self.worker.restart_boundaries(self.step)
         self.worker.send(Unwound(generation=abort.generation, finished_step=self.step))
         gc.collect()  # tracebacks and graphs hold works of the old communicators; others decide meanwhile
@@ -471,16 +492,3 @@ class TrainingSession:
     def quiet(self) -> QuietSection:
         """A section in which progress is not judged."""
         return QuietSection(self._page)
-
-
-class QuietSection:
-    """Context manager: this rank makes no step for long, on purpose."""
-
-    def __init__(self, page: WorkerPage) -> None:
-        self._page = page
-
-    def __enter__(self) -> None:
-        self._page.set_quiet(True)
-
-    def __exit__(self, *_: object) -> None:
-        self._page.set_quiet(False)

@@ -73,7 +73,7 @@ class StepRunner(Generic[T]):
             return self._step(*self._batch(), *args, **kwargs)
         if not self._is_attached:
             self._is_attached = True
-            session.attach(self._state)
+            session.attach(self._state, is_reentered=False)
         self._calls += 1
         if self._calls <= session.step:
             return None

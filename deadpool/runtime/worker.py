@@ -214,6 +214,10 @@ class WorkerProcess:
             sys.path.insert(0, folder)
         runpy.run_path(script, run_name="__main__")
 
+    def give_up(self, reason: str) -> NoReturn:
+        """End as a lost worker: its agent sees the process die, and its copies stay."""
+        self._exit_now(int(ExitCode.USER_ERROR), reason)
+
     def _deliver(self, message: AgentToWorker) -> None:
         match message:
             case Exit(code=code, reason=reason):

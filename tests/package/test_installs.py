@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from deadpool.communicator.extension import MISSING
+
 ROOT = Path(__file__).resolve().parents[2]
 NOT_PART_OF_AN_EXPORT = shutil.ignore_patterns(
     ".git",
@@ -27,14 +29,14 @@ NOT_PART_OF_AN_EXPORT = shutil.ignore_patterns(
 SHOW_PLUGINS = "import deadpool.plugins as plugins; print(plugins.__file__)"
 
 
-def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+def run(*command: str | Path, cwd: Path, limit_s: float = 50, **environment: str) -> str:
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=limit_s,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -116,3 +118,20 @@ def test_a_build_that_finds_no_torch_says_what_to_do() -> None:
     said = run(sys.executable, "-c", code, cwd=ROOT)
     assert "torch cannot be imported in the build environment" in said
     assert "pip install --no-build-isolation" in said
+
+
+def test_the_extension_that_was_compiled_here_is_the_one_in_use() -> None:
+    assert MISSING == "", "communicators run on the fallback: what the other tests say holds for that"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+def test_the_installation_goes_on_where_nothing_can_be_compiled_and_says_so(tmp_path: Path) -> None:
+    export = tmp_path / "deadpool"
+    shutil.copytree(ROOT, export, symlinks=True, ignore=NOT_PART_OF_AN_EXPORT)
+    no_compiler = str(tmp_path / "no-compiler")
+    command = (sys.executable, "setup.py", "build_ext", "--inplace")
+    output = run(*command, cwd=export, CC=no_compiler, CXX=no_compiler, limit_s=150)
+    assert "_native is NOT built: it could not be compiled" in output
+    assert "fallback in Python (docs/fallback.md)" in output
+    assert not list(export.rglob("*.so"))

@@ -10,6 +10,8 @@
 #include "registry.h"
 #include "work.h"
 
+#include <torch/version.h>
+
 namespace deadpool {
 namespace {
 
@@ -43,6 +45,7 @@ void bind_handle(py::module_& module) {
           py::arg("kind"),
           py::arg("options"))
       .def("set_name", &SwapBackend::set_name, py::arg("name"))
+      .def("set_nccl_raw", &SwapBackend::set_nccl_raw, py::arg("address"))
       .def("set_tap", &SwapBackend::set_tap, py::arg("tap").none(true))
       .def(
           "inner",
@@ -94,6 +97,7 @@ void bind_registry(py::module_& module) {
   module.def("is_closed", [] { return Registry::get().is_closed(); });
   module.def("handles", [] { return Registry::get().handles(); });
   module.def("reap", [] { return Registry::get().reap(); }, NoGil());
+  module.def("free_nccl", [] { Registry::get().free_nccl(); }, NoGil());
   module.def("reset_generations", [] { Registry::get().reset_generations(); });
   module.def(
       "add_store_socket",
@@ -110,6 +114,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace deadpool;
   py::module_::import("torch._C._distributed_c10d");  // defines the base classes
   register_errors();
+  module.attr("torch_version") = TORCH_VERSION;
   bind_handle(module);
   bind_build(module);
   bind_registry(module);

@@ -56,6 +56,7 @@ void Registry::close(uint64_t generation) {
 void Registry::abort_built(uint64_t generation) {
   Inodes sockets;
   std::vector<BackendPtr> nccl;
+  std::vector<int64_t> raw;
   for (const auto& handle : handles()) {
     Inner inner = handle->take_inner(generation);
     if (!inner.communicator) {
@@ -64,11 +65,37 @@ void Registry::abort_built(uint64_t generation) {
     sockets.insert(inner.sockets.begin(), inner.sockets.end());
     if (inner.is_nccl) {
       nccl.push_back(inner.communicator);
+      raw.push_back(inner.nccl_raw);
     }
     bury(std::move(inner));
   }
   shutdown_sockets(sockets);
-  abort_nccl(nccl);
+  if (!nccl.empty() && !revoke_nccl(raw)) {
+    // Not waited for: handles are closed and captures frozen, which is what the agent waits for. The device comes to rest later,
+    // with a limit of its own.
+    std::lock_guard<std::mutex> lock(mutex_);
+    aborts_.push_back(std::async(std::launch::async, abort_nccl, nccl));
+  }
+}
+
+void Registry::free_nccl() {
+  std::vector<std::future<void>> aborts;
+  std::vector<Inner> buried;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    aborts.swap(aborts_);
+    const auto first = std::partition(grave_.begin(), grave_.end(), [](const auto& inner) { return !inner.is_nccl; });
+    std::move(first, grave_.end(), std::back_inserter(buried));
+    grave_.erase(first, grave_.end());
+  }
+  for (auto& abort : aborts) {
+    abort.wait();
+  }
+  std::vector<BackendPtr> communicators;
+  for (const auto& inner : buried) {
+    communicators.push_back(inner.communicator);
+  }
+  abort_nccl(communicators);
 }
 
 void Registry::abort_half_built(uint64_t generation) {
@@ -200,11 +227,7 @@ void Build::install(SwapBackend& handle, BackendPtr communicator) {
     }
     late = std::move(inner);
   }
-  if (late.is_nccl) {
-    abort_nccl({late.communicator});
-  } else {
-    shutdown_sockets(late.sockets);
-  }
+  shutdown_sockets(late.sockets);  // NCCL is not connected yet
   registry.bury(std::move(late));
   throw_aborted(handle.name(), generation_, "closed while its communicator was built");
 }

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -25,6 +26,7 @@ struct Inner {
   BackendPtr communicator;
   Inodes sockets;  // gloo only
   bool is_nccl = false;
+  int64_t nccl_raw = 0;  // ncclComm_t, once connected and if torch tells
 };
 
 // One attempt to build inner communicators under one generation. A build runs on a thread of its own, because gloo's
@@ -99,6 +101,10 @@ class Registry {
   void bury(Inner inner);
   size_t reap();  // releases aborted communicators; joins gloo's threads, so it may take long
 
+  // Aborts what was only revoked, and releases all NCCL communicators of closed generations: their device memory is free when
+  // it returns. Call it when all ranks of this host are known to have closed, and before new communicators are made.
+  void free_nccl();
+
   // For a process that starts over as another rank (the throw-away build).
   void reset_generations();
 
@@ -122,6 +128,7 @@ class Registry {
   std::vector<Build*> builds_;
   std::vector<StoreSocket> store_sockets_;
   std::vector<Inner> grave_;
+  std::vector<std::future<void>> aborts_;
 };
 
 }  // namespace deadpool

@@ -15,9 +15,11 @@ from collections.abc import Callable
 from multiprocessing import connection, reduction
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from deadpool.communicator.extension import MISSING
 from deadpool.communicator.groups import Communicators
 from deadpool.communicator.rendezvous import RendezvousStore
 from deadpool.communicator.rendezvous_server import RendezvousServer
@@ -38,6 +40,11 @@ _context.set_forkserver_preload(
 )
 
 Scenario = Callable[["Seat"], Any]
+
+
+def gap_of_the_fallback(what: str, *, raises: type[Exception]) -> pytest.MarkDecorator:
+    """Mark a test that must fail without the extension: one line of the table in docs/fallback.md."""
+    return pytest.mark.xfail(bool(MISSING), strict=True, raises=raises, reason=f"docs/fallback.md: {what}")
 
 
 class Seat:

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.process.communicator.cluster import Seat, run_all
+from deadpool.communicator.extension import SwapBackend
+from deadpool.errors import IntegrationError
+from tests.process.communicator.cluster import Seat, gap_of_the_fallback, run_all
 
 Check = Callable[[int, dist.ProcessGroup], bool]
 
@@ -98,7 +101,7 @@ def _new_group(rank: int, group: dist.ProcessGroup) -> bool:
     made = dist.new_group([0, 1], timeout=timedelta(seconds=20))
     total = _ones()
     dist.all_reduce(total, group=made)
-    return bool(total[0] == 2) and type(made) is dist.ProcessGroup
+    return bool(total[0] == 2)
 
 
 def _barriers(rank: int, group: dist.ProcessGroup) -> bool:
@@ -108,9 +111,7 @@ def _barriers(rank: int, group: dist.ProcessGroup) -> bool:
 
 
 def _names(rank: int, group: dist.ProcessGroup) -> bool:
-    return (
-        dist.get_backend(group) == "gloo" and type(group) is dist.ProcessGroup and dist.get_world_size() == 2
-    )
+    return dist.get_backend(group) == "gloo" and dist.get_world_size() == 2
 
 
 def _mesh(rank: int, group: dist.ProcessGroup) -> bool:
@@ -159,6 +160,50 @@ def use_every_collective(seat: Seat) -> list[str]:
 
 def test_every_collective_works_before_and_after_a_swap() -> None:
     assert run_all(use_every_collective, 2) == [[], []]
+
+
+def look_at_the_types(seat: Seat) -> list[str]:
+    seat.join()
+    groups = [dist.group.WORLD, dist.new_group([0, 1])]
+    seat.meet("end")
+    return [type(group).__name__ for group in groups]
+
+
+@gap_of_the_fallback("batched sends and receives are not coalesced", raises=AssertionError)
+def test_groups_are_of_the_stock_type_so_that_torch_coalesces_batched_sends() -> None:
+    assert run_all(look_at_the_types, 2) == [["ProcessGroup"] * 2] * 2
+
+
+def call_through_the_dispatcher(seat: Seat) -> float:
+    seat.join()
+    value, group = _ones(seat.rank + 1), dist.group.WORLD
+    assert group is not None
+    try:
+        _, work = torch.ops.c10d.broadcast_([value], group.boxed(), 0, 0, False, -1)
+        c10d.Work.unbox(work).wait()
+    finally:
+        seat.meet("end")
+    return value[0].item()
+
+
+@gap_of_the_fallback("calls by torch.ops.c10d find no backend", raises=AssertionError)
+def test_the_operators_of_the_dispatcher_reach_a_handle() -> None:
+    assert run_all(call_through_the_dispatcher, 2) == [1.0, 1.0]
+
+
+def make_an_nccl_handle(seat: Seat) -> str:
+    seat.join()
+    try:
+        kind = SwapBackend(seat.rank, 2, "nccl", c10d.Backend.Options("nccl")).kind
+    except IntegrationError as error:
+        kind = str(error)
+    seat.meet("end")
+    return kind
+
+
+@gap_of_the_fallback("NCCL is refused", raises=AssertionError)
+def test_a_handle_can_be_of_kind_nccl() -> None:
+    assert run_all(make_an_nccl_handle, 2) == ["nccl", "nccl"]
 
 
 def _train(rank: int) -> list[str]:

@@ -9,9 +9,10 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from deadpool.communicator import _native
+from deadpool.communicator.extension import native
 from deadpool.communicator.groups import Communicators
-from deadpool.communicator.inner import NCCL_ENVIRONMENT, make_nccl, nccl_environment_problems
+from deadpool.communicator.inner import make_nccl
+from deadpool.communicator.nccl_environment import NCCL_ENVIRONMENT, nccl_environment_problems
 from deadpool.errors import CollectiveAborted, IntegrationError
 
 GLOO_RESET = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"
@@ -61,8 +62,8 @@ def test_a_cycle_of_causes_ends() -> None:
 
 
 def test_names_are_hashed_with_fnv() -> None:
-    assert _native.name_hash("") == 0xCBF29CE484222325
-    assert _native.name_hash("a") == 0xAF63DC4C8601EC8C
+    assert native.name_hash("") == 0xCBF29CE484222325
+    assert native.name_hash("a") == 0xAF63DC4C8601EC8C
 
 
 def test_every_variable_that_lets_others_abort_nccl_is_named() -> None:

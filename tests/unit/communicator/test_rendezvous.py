@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from deadpool.communicator import _native
+from deadpool.communicator.extension import native
 from deadpool.communicator.rendezvous import RendezvousStore
 from deadpool.communicator.rendezvous_server import RendezvousServer
 from deadpool.communicator.rendezvous_wire import MAX_FRAME_BYTES, Op, Request, encode_frame, take_requests
@@ -30,7 +30,7 @@ class Rendezvous:
         self.server = RendezvousServer("127.0.0.1", TOKEN)
         self.port = self.server.start()
         # Generations that this process closed before (other tests) stay closed.
-        self.first = _native.closed_generation() + 1
+        self.first = native.closed_generation() + 1
         self._stores: list[RendezvousStore] = []
 
     def store(self, generation: int = 0, *, timeout_s: float = 10.0, token: str = TOKEN) -> RendezvousStore:
@@ -128,7 +128,7 @@ def test_a_close_ends_a_wait_of_that_generation(rendezvous: Rendezvous) -> None:
     store.set("ready", "x")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.get, "never")
-        _native.close(store.generation)
+        native.close(store.generation)
         with pytest.raises(CollectiveAborted):
             waiting.result(PROMPT_S)
     rendezvous.store(1).set("k", "v")  # the next generation is served
@@ -142,7 +142,7 @@ def test_a_client_without_the_token_is_refused(rendezvous: Rendezvous) -> None:
 def test_a_missing_server_is_reported_with_its_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    generation = _native.closed_generation() + 1
+    generation = native.closed_generation() + 1
     store = RendezvousStore("127.0.0.1", port, token=TOKEN, generation=generation, timeout_s=0.2)
     with pytest.raises(dist.DistNetworkError, match=f"127.0.0.1:{port}"):
         store.get("k")
