@@ -375,7 +375,7 @@ class TrainingSession:
         self.worker.send(RestoreFailed(generation=restore.generation, why=str(error), unreached=unreached))
 
     def _unwind(self, abort: Abort) -> None:
-        """Device at rest, captures drained: this worker is quiet. Then the garbage of the aborted step goes."""
+        """Device at rest, captures drained: this worker is quiet. Then the garbage of the step goes."""
         assert self._state is not None
         try:
             come_to_rest(
