@@ -46,6 +46,8 @@ REBUILD_S = 30.0
 
 _JOIN_S = 10.0
 
+_MOST_NAMED_PEERS = 64  # sends go to neighbours in a pipeline; naming all pairs of a large world helps nobody
+
 CallHook = Callable[[str, str, int], None]
 """hook(handle name, operation, number of calls before this one since it was set)."""
 
@@ -309,11 +311,20 @@ class Communicators:
         ]
 
     def describe_groups(self) -> dict[str, str]:
-        """Name of each handle -> words for people: the framework's own, and the global ranks."""
+        """Name of each handle -> words for people: the framework's own, and the global ranks.
+
+        Also of the lines on which this rank sends and receives, in groups that are not too large.
+        """
         texts = {}
-        for group in dist.distributed_c10d._world.pg_map:
-            ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
-            texts[str(group.group_name)] = f"{group.group_name} ({group.group_desc}, ranks {ranks})"
+        for group in distributed._world.pg_map:
+            ranks = dist.get_process_group_ranks(group)
+            listed = ",".join(map(str, ranks))
+            text = f"{group.group_name} ({group.group_desc}, ranks {listed})"
+            texts[str(group.group_name)] = text
+            me, peers = group.rank(), range(len(ranks) if len(ranks) <= _MOST_NAMED_PEERS else 0)
+            for sender, receiver in [(me, peer) for peer in peers] + [(peer, me) for peer in peers]:
+                line = f"{group.group_name}/{sender}>{receiver}"
+                texts[line] = f"{text}, from rank {ranks[sender]} to rank {ranks[receiver]}"
         return texts
 
     def before_call(self, hook: CallHook | None) -> None:

@@ -198,7 +198,7 @@ class SwapBackend(c10d.ProcessGroup):
 
         def issue() -> c10d.Work | None:
             inner, generation = self._live()
-            entry.issue(max(_count_bytes(outputs), _count_bytes(inputs)))
+            entry.issue(call.op, max(_count_bytes(outputs), _count_bytes(inputs)))
             try:
                 work: c10d.Work | None = getattr(inner, name)(*args, **kwargs)
             except Exception as error:

@@ -19,6 +19,7 @@ from deadpool.errors import ExitCode
 PAGE_BYTES = 65536
 _TICK_WORD, _CLOSED_WORD, _COUNT_WORD = 1, 2, 9
 _ENTRIES_WORD, _ENTRY_WORDS = 512, 4
+_BYTES_BITS = 48
 _MAX_ENTRIES = (PAGE_BYTES // 8 - _ENTRIES_WORD) // _ENTRY_WORDS
 
 _TICK_MS = 50  # the agent expects a tick at least every 100 ms
@@ -89,7 +90,7 @@ def name_hash(name: str) -> int:
 class Entry:
     """Counters of one handle, in the page's words. Counted by any thread."""
 
-    words: memoryview  # of u64: hash of the name, issued, completed, bytes of the last call
+    words: memoryview  # of u64: hash of the name, issued, completed, the newest call
     lock: threading.Lock
 
     @classmethod
@@ -97,10 +98,10 @@ class Entry:
         """Counters that the agent does not see."""
         return cls(memoryview(bytearray(8 * _ENTRY_WORDS)).cast("Q"), threading.Lock())
 
-    def issue(self, nbytes: int) -> None:
+    def issue(self, op: str, nbytes: int) -> None:
         with self.lock:
             self.words[1] += 1
-            self.words[3] = nbytes
+            self.words[3] = (name_hash(op) & 0xFFFF) << _BYTES_BITS | min(nbytes, (1 << _BYTES_BITS) - 1)
 
     def complete(self) -> None:
         with self.lock:

@@ -128,7 +128,7 @@ def test_every_kind_of_work_waits_for_a_late_peer_and_ends_at_a_close() -> None:
     assert all("group '0', generation 1: the collective was aborted" in text for text in found.values())
 
 
-def count_calls(seat: Seat) -> dict[str, Any]:
+def count_calls(seat: Seat) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
     communicators = seat.join()
     subgroup = dist.new_group([0, 1])
     for _ in range(5):
@@ -148,7 +148,13 @@ def count_calls(seat: Seat) -> dict[str, Any]:
         dist.all_reduce(torch.ones(500))
     dist.barrier()
     seat.meet("end")
-    return {handle.name: (handle.issued, handle.completed) for handle in communicators.handles()}
+    counts = {handle.name: (handle.issued, handle.completed) for handle in communicators.handles()}
+    return counts, communicators.describe_groups()
+
+
+def newest(operation: str, n_bytes: int) -> int:
+    """A call as an entry of the page holds it."""
+    return (native.name_hash(operation) & 0xFFFF) << 48 | n_bytes
 
 
 def test_the_agent_sees_who_has_not_issued_what_others_wait_for() -> None:
@@ -160,13 +166,16 @@ def test_the_agent_sees_who_has_not_issued_what_others_wait_for() -> None:
         # Sends and receives are counted per line from rank to rank, alike on both sides.
         names = ["0", "1", "0/0>1"]
         assert [entry[0] for entry in waiting] == [native.name_hash(name) for name in names]
-        assert waiting[0][1:] == (6, 5, 2000)
-        assert culprit[0][1:] == (5, 5, 4000)
-        assert waiting[1][1:] == culprit[1][1:] == (1, 1, 4000)
-        assert waiting[2] == culprit[2] and culprit[2][1:] == (1, 1, 12)
+        assert waiting[0][1:] == (6, 5, newest("allreduce", 2000))
+        assert culprit[0][1:] == (5, 5, newest("allreduce", 4000))
+        assert waiting[1][1:] == culprit[1][1:] == (1, 1, newest("allreduce", 4000))
+        assert waiting[2][1:] == (1, 1, newest("send", 12))
+        assert culprit[2][1:] == (1, 1, newest("recv", 12))
         for worker in workers:
             worker.say()
-        assert [worker.wait("result") for worker in workers] == [{"0": (7, 7), "1": (1, 1)}] * 2
+        for counts, words in [worker.wait("result") for worker in workers]:
+            assert counts == {"0": (7, 7), "1": (1, 1)}
+            assert words["0/0>1"].endswith("ranks 0,1), from rank 0 to rank 1")
 
 
 def hook_calls(seat: Seat) -> dict[str, Any]:
