@@ -136,11 +136,17 @@ class Ending:
             raise AgentEnd(code, f"no control plane for {STORE_LIMIT_S:g} s during a recovery")
 
     def check_signal(self, checkpoints: CheckpointTier | None) -> None:
-        """Ctrl-C ends at once; SIGTERM (pre-emption) first makes the last protected step durable."""
+        """Ctrl-C ends at once; SIGTERM (pre-emption) first makes the last protected step durable.
+
+        Args:
+            checkpoints: None before this host has joined the job: it has nothing to make durable.
+        """
         if not self.signal:
             return
         if self.signal == signal.SIGINT:
             raise AgentEnd(int(ExitCode.INTERRUPTED), "Ctrl-C")
+        if checkpoints is None:
+            raise AgentEnd(int(ExitCode.TERMINATED), "SIGTERM")
         now_s = time.monotonic()
         if not self._flush_by_s:
             self._flush_by_s = now_s + self._grace_s
@@ -148,9 +154,8 @@ class Ending:
         protected = self._callbacks.protected()
         if protected is not None and (self._flushed is None or protected > self._flushed):
             self._flushed = protected  # hosts hear of a commit at different times: the newest is there on all
-            if checkpoints is not None:
-                checkpoints.save(self._callbacks.ranks(), protected)
+            checkpoints.save(self._callbacks.ranks(), protected)
             self._flush_from = self._flush_from or protected
-        is_done = checkpoints is None or self._flush_from is None or checkpoints.is_durable(self._flush_from)
+        is_done = self._flush_from is None or checkpoints.is_durable(self._flush_from)
         if is_done or now_s > self._flush_by_s:
             raise AgentEnd(int(ExitCode.TERMINATED), "SIGTERM")
