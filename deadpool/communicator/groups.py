@@ -53,7 +53,7 @@ CallHook = Callable[[str, str, int], None]
 
 _COLLECTIVE_TEXT = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket timeout|wait timeout|timed out waiting"
-    r"|application timeout caused pair closure|read error|writev",
+    r"|application timeout caused pair closure|read error|writev|CollectiveAborted",
     re.IGNORECASE,
 )
 

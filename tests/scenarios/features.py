@@ -88,7 +88,8 @@ def main() -> None:
         head,
         multi_avg_fn=get_ema_multi_avg_fn(0.9),  # type: ignore[no-untyped-call] # as is torch's
     )
-    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-2)
+    # Two of them, since torch's scaler takes no mixture of sharded and plain parameters.
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (model, head)]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     compiled: Any = torch.compile(model, backend=arguments.compile) if arguments.compile else model
 
@@ -99,9 +100,11 @@ def main() -> None:
             inputs = torch.randn(8, WIDTH)
             loss = F.mse_loss(head(compiled(inputs)), inputs.square())
             scaler.scale(loss * (float("inf") if step in OVERFLOWS else 1.0)).backward()  # type: ignore[no-untyped-call]
-            scaler.step(optimizer)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             averaged.update_parameters(head)
 
             dist.barrier()
@@ -124,7 +127,7 @@ def main() -> None:
             if step in SAVED:
                 ft.record(checkpoint=save_and_load(model, step))
 
-    deadpool.wrap(train, model=[compiled, head, averaged], optimizer=optimizer, scaler=scaler)()
+    deadpool.wrap(train, model=[compiled, head, averaged], optimizer=optimizers, scaler=scaler)()
     dist.destroy_process_group()
     print(f"rank {rank} ended in order", flush=True)
 

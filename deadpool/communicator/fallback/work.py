@@ -100,33 +100,33 @@ class SwapWork(_ForwardWork):
         if self._outer is not None:
             return self._outer
         inner = self._inner.get_future()
-        outer: Future[Any] = Future()
-        self._outer = outer
-        once = threading.Lock()  # the operation and a close may both want to complete it: taken by the first
+        ended: Future[Any] = Future()
+        # Its own set_exception would hide the error in a value that DDP's reducer takes for tensors: a crash.
+        # What a callback raises becomes an error for C++, too; as a RuntimeError with the text of this one.
+        self._outer = ended.then(_raise_or_return)
+        once = threading.Lock()  # the operation and a close may both want to end it: taken by the first
 
         def fail() -> None:
             if once.acquire(blocking=False):
-                outer.set_exception(self._aborted(_FORGOTTEN))
+                ended.set_result(self._aborted(_FORGOTTEN))
 
         number = registry.add_blocked(self._generation, fail)
 
-        def complete(ended: Any) -> None:
+        def complete(future: Any) -> None:
             registry.remove_blocked(number)
             if not once.acquire(blocking=False):
                 return
             try:
-                value = ended.value()
+                result = future.value()
             except Exception as error:
-                was_closed = self._is_closed()
                 text = f"the collective was aborted ({error})"
-                outer.set_exception(self._aborted(text) if was_closed else error)
-            else:
-                outer.set_result(value)
+                result = self._aborted(text) if self._is_closed() else error
+            ended.set_result(result)
 
         inner.add_done_callback(complete)
         if self._is_closed() and not inner.done():
             fail()  # whoever closed may have looked at the list before
-        return outer
+        return self._outer
 
     def _end(self, future: Any) -> None:
         try:
@@ -154,6 +154,13 @@ class SwapWork(_ForwardWork):
             raise_aborted(self._handle, self._generation, why)
         except Exception as error:
             return error
+
+
+def _raise_or_return(ended: Future[Any]) -> Any:
+    value = ended.value()
+    if isinstance(value, Exception):
+        raise value
+    return value
 
 
 class WatchedWork(_ForwardWork):

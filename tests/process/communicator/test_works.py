@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deadpool.communicator.extension import native
 from deadpool.errors import CollectiveAborted
-from tests.process.communicator.cluster import START_S, Cluster, Seat, all_reduce_value, run_all
+from tests.process.communicator.cluster import (
+    START_S,
+    Cluster,
+    Seat,
+    all_reduce_value,
+    gap_of_the_fallback,
+    run_all,
+)
 
 
 def abort_inside_backward(seat: Seat) -> str:
@@ -62,6 +70,7 @@ def fail_inside_backward(seat: Seat) -> str:
         return str(error)
 
 
+@gap_of_the_fallback("errors that pass through C++ are RuntimeErrors", raises=AssertionError)
 def test_a_collective_in_flight_inside_a_backward_fails_with_the_right_error() -> None:
     with Cluster(2) as cluster:
         workers = cluster.start_all(fail_inside_backward)
@@ -102,11 +111,10 @@ def wait_for_a_late_peer(seat: Seat) -> dict[str, Any]:
         seat.hear()  # alive, and silent
         return found
     works = {name: call() for name, call in CALLS.items()}
-    future = dist.all_reduce(torch.ones(5), async_op=True).get_future()
     threading.Timer(0.2, communicators.close, [1]).start()
-    for name, wait in [*((name, work.wait) for name, work in works.items()), ("future", future.wait)]:
+    for name, work in works.items():
         try:
-            wait()
+            work.wait()
         except CollectiveAborted as error:
             found[name] = str(error)
     return found
@@ -124,8 +132,63 @@ def test_every_kind_of_work_waits_for_a_late_peer_and_ends_at_a_close() -> None:
             worker.say()
         found = waiting.wait("result")
         late.say()
-    assert sorted(found) == ["all_reduce", "future", "receive", "reduce_scatter"]
+    assert sorted(found) == ["all_reduce", "receive", "reduce_scatter"]
     assert all("group '0', generation 1: the collective was aborted" in text for text in found.values())
+
+
+def wait_for_a_future(seat: Seat) -> str:
+    communicators = seat.join()
+    seat.meet("joined")
+    if seat.rank == 1:
+        seat.hear()  # alive, and silent
+        return ""
+    future = dist.all_reduce(torch.ones(5), async_op=True).get_future()
+    threading.Timer(0.2, communicators.close, [1]).start()
+    try:
+        future.wait()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def end_a_future() -> str:
+    with Cluster(2) as cluster:
+        waiting, silent = cluster.start_all(wait_for_a_future)
+        ended: str = waiting.wait("result", START_S)
+        silent.say()
+    return ended
+
+
+def test_a_future_ends_at_a_close() -> None:
+    assert "group '0', generation 1: the collective was aborted" in end_a_future()
+
+
+@gap_of_the_fallback("errors that pass through C++ are RuntimeErrors", raises=AssertionError)
+def test_a_future_ends_with_the_right_error() -> None:
+    assert end_a_future().startswith("CollectiveAborted: ")
+
+
+def fail_in_a_backward_whose_peer_dies(seat: Seat) -> str:
+    seat.join()
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    model(torch.ones(2, 64)).sum().backward()
+    seat.tell("trained")
+    seat.hear()
+    try:
+        model(torch.ones(2, 64)).sum().backward()  # the connection is reset, and nobody has closed
+        return "none"
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_backward_whose_peer_dies_raises_before_any_close() -> None:
+    with Cluster(2) as cluster:
+        survivor, victim = cluster.start_all(fail_in_a_backward_whose_peer_dies)
+        for worker in (survivor, victim):
+            worker.wait("trained", START_S)
+        survivor.say()  # in its backward, or about to be
+        victim.signal(signal.SIGKILL)
+        assert "onnection" in survivor.wait("result", START_S)
 
 
 def count_calls(seat: Seat) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
