@@ -70,7 +70,6 @@ def fail_inside_backward(seat: Seat) -> str:
         return str(error)
 
 
-@gap_of_the_fallback("errors that pass through C++ are RuntimeErrors", raises=AssertionError)
 def test_a_collective_in_flight_inside_a_backward_fails_with_the_right_error() -> None:
     with Cluster(2) as cluster:
         workers = cluster.start_all(fail_inside_backward)
@@ -163,7 +162,7 @@ def test_a_future_ends_at_a_close() -> None:
     assert "group '0', generation 1: the collective was aborted" in end_a_future()
 
 
-@gap_of_the_fallback("errors that pass through C++ are RuntimeErrors", raises=AssertionError)
+@gap_of_the_fallback("errors of futures are RuntimeErrors", raises=AssertionError)
 def test_a_future_ends_with_the_right_error() -> None:
     assert end_a_future().startswith("CollectiveAborted: ")
 
