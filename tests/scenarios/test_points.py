@@ -18,7 +18,7 @@ POINTS = (
     "capture",
     "replication",
 )
-ALWAYS = {("in-optimizer", "ddp"), ("after-optimizer", "fsdp2"), ("replication", "fsdp2")}
+ALWAYS = {("in-optimizer", "ddp"), ("replication", "fsdp2")}
 CELLS = [
     *((point, parallel) for point in POINTS for parallel in ("ddp", "fsdp2")),
     ("collective=2", "fsdp2"),  # gradients are reduced, after parameters were gathered

@@ -8,6 +8,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from deadpool.cli.jobs import find_job
 from deadpool.membership.etcd import EtcdConfig, EtcdStore
 from deadpool.testing.cluster import Job
@@ -27,6 +29,7 @@ def revisions(job_id: str, member: str) -> dict[str, int]:
     return {pair.key: pair.mod_revision for pair in pairs if member in pair.key}
 
 
+@pytest.mark.full
 def test_a_stopped_host_that_wakes_after_its_replacement_ends_its_worker_and_writes_nothing(
     rig: Any, launch: Launch
 ) -> None:
