@@ -166,9 +166,11 @@ class WorkerProcess:
     def _forget_build(self) -> None:
         from deadpool.runtime.session import forget_session
         from deadpool.snapshot.adapter import forget_builds
+        from deadpool.snapshot.frameworks.dtensor import forget_meshes
 
         forget_session()
         forget_builds()
+        forget_meshes()
         gc.collect()
 
     def _run_script(self, assignment: Assign) -> int:
