@@ -29,7 +29,7 @@ from tests.process.communicator.cluster import (
     seconds,
 )
 
-PROMPT_S = 3.0
+PROMPT_S = 10.0
 """Far below the 120 s timeout of collectives, far above what a close takes on busy cores."""
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from deadpool.errors import ConfigError, LayoutMismatch
+from deadpool.snapshot import adapter
 from deadpool.snapshot.adapter import StateAdapter, forget_builds, register_adapter, register_forgetter
 from deadpool.snapshot.blob import build_blob, why_not_now
 from deadpool.snapshot.stateful import collect
@@ -170,7 +171,10 @@ def test_an_engine_whose_plugin_is_not_loaded_is_refused_with_the_line_that_load
         collect({"engine": unknown()})
 
 
-def test_what_a_framework_keeps_per_process_is_forgotten_once_for_each_discarded_build() -> None:
+def test_what_a_framework_keeps_per_process_is_forgotten_once_for_each_discarded_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapter, "_forgetters", [])  # without those of plugins that other tests have loaded
     calls: list[str] = []
 
     def forget() -> None:
