@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class JobSpec:
     limit_s: float = 120.0
 
 
-class RunFolder:
+class RunFolder(ABC):
     """What a job has left in its run folder so far.
 
     Args:
@@ -63,9 +64,9 @@ class RunFolder:
         """What the job has printed so far."""
         return "".join(path.read_text(errors="replace") for path in sorted(self.run_dir.glob("output*.txt")))
 
+    @abstractmethod
     def has_ended(self) -> bool:
         """No process of the job can add anything any more."""
-        raise NotImplementedError
 
     def wait_for(self, matches: Callable[[Event], bool], what: str) -> Event:
         """Wait until an event matches; returns the first that does.

@@ -20,6 +20,7 @@ from deadpool.cli.slurm.job import SlurmJob, read_job
 from deadpool.cli.slurm.tools import SlurmFailed
 
 STEP_START_S = 3.0  # a step that lives so long has started
+TAKE_BACK_S = 10.0  # `salloc` asks slurmctld to take a request back
 _GROWN = "grown"  # nodes that joined later, a line each
 _GRANTED = re.compile(r"Granted job allocation (\d+)")
 
@@ -90,8 +91,7 @@ def _allocate(job: SlurmJob, excluded: tuple[str, ...], wait_s: float, environme
     try:
         said, _ = process.communicate(timeout=wait_s)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # takes the request back
-        said, _ = process.communicate()
+        said = _take_back(process)
         raise SlurmFailed(f"no node came within {wait_s:g} s: {said.strip()}") from None
     found = _GRANTED.search(said)
     if process.returncode != 0 or found is None:
@@ -100,6 +100,16 @@ def _allocate(job: SlurmJob, excluded: tuple[str, ...], wait_s: float, environme
             hint = "; Slurm needs SchedulerParameters=permit_job_expansion for this"
         raise SlurmFailed(f"`{' '.join(command)}` ended with code {process.returncode}: {said.strip()}{hint}")
     return found[1]
+
+
+def _take_back(process: subprocess.Popen[str]) -> str:
+    """End `salloc` so that it takes its request back; returns what it said."""
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.communicate(timeout=TAKE_BACK_S)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()  # the request stays in the queue until `cancel_requests`
+        return process.communicate()[0]
 
 
 def _start_host(run_dir: Path, job: SlurmJob, node: str, environment: dict[str, str]) -> None:

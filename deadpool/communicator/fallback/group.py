@@ -98,7 +98,9 @@ class SwapBackend(c10d.ProcessGroup):
         self._tap = tap
 
     def set_nccl_raw(self, address: int) -> None:
-        raise NotImplementedError("the fallback has no NCCL")
+        raise IntegrationError(
+            "NCCL needs the C++ extension of DeadPool; no handle of that kind is made here"
+        )
 
     def inner(self) -> c10d.ProcessGroup | None:
         return self._inner
