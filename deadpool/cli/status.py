@@ -312,18 +312,17 @@ class _Question(Generic[T]):
 
 def _ask_store(job: JobFile) -> StoreAnswer:
     from deadpool.cli.store import open_store
-    from deadpool.membership.records import JobClaim
     from deadpool.membership.registry import Registry
 
     with contextlib.closing(open_store(job, _STORE_TIMEOUT_S - _REASON_MARGIN_S)) as store:
         registry = Registry(store, job.job_id)
-        claim = store.get(registry.job_key)
+        claim, _ = registry.claim()
         return StoreAnswer(
             members=registry.members(),
             view=registry.view()[0],
             quarantined={each.host: each.reason for each in registry.quarantined()},
             recoveries=registry.recoveries(),
-            token="" if claim is None else msgspec.json.decode(claim.value, type=JobClaim).token,
+            token="" if claim is None else claim.token,
         )
 
 

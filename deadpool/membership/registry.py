@@ -33,6 +33,7 @@ from deadpool.membership.records import (
     FencedMember,
     Finished,
     FinishedPut,
+    JobClaim,
     Leader,
     LeaderGone,
     LeaderPut,
@@ -49,6 +50,7 @@ from deadpool.membership.records import (
     ViewPut,
 )
 from deadpool.membership.store import (
+    Compare,
     KeyDeleted,
     KeyPut,
     KeyRange,
@@ -65,6 +67,7 @@ from deadpool.membership.store import (
     is_empty,
     is_modified_at,
     is_present,
+    prefix_range,
 )
 
 ROOT = "/deadpool/"
@@ -91,23 +94,36 @@ class Registry:
         self.view_key = f"{self.prefix}view"
         self._leader_key = f"{self.prefix}leader"
 
+    def claim(self) -> tuple[JobClaim | None, int]:
+        """Who this job is, and the revision of that record; (None, 0) if nobody has claimed the id."""
+        pair = self.store.get(self.job_key)
+        return (None, 0) if pair is None else (decode_record(pair, JobClaim), pair.mod_revision)
+
     # Members
 
-    def register(self, member: Member, lease: Lease) -> None:
+    def register(self, member: Member, lease: Lease, token: str) -> None:
         """Enrol a new incarnation.
 
+        Args:
+            member: the incarnation.
+            lease: what its record lives with.
+            token: of the job it was made for. Between the claim and this, workers load for seconds: the job
+                may have ended, and a host that came behind its end would form it anew, from the first step.
+
         Raises:
+            Fenced: that job is over.
             MembershipError: the id is taken; an incarnation registers once.
         """
         key = self._member_key(member.id)
         write = Write(key=key, value=_encode(member), lease=lease.id)
-        guards = [is_absent(key), is_absent(self._fenced_key(member.id))]
+        guards = [self._is_job_of(token), is_absent(key), is_absent(self._fenced_key(member.id))]
         if self.store.transaction(guards, [write]) is None:
+            self._is_job_of(token)
             found = self.store.get(key)
             if found is None or found.lease != lease.id:  # else: an earlier try whose answer was lost
                 raise MembershipError(f"member id {member.id} is already registered in job {self.job_id}")
 
-    def register_again(self, member: Member, lease: Lease, *, holds_slot: bool) -> None:
+    def register_again(self, member: Member, lease: Lease, token: str, *, holds_slot: bool) -> None:
         """Enrol the same incarnation with a new lease, after the store ended the one before.
 
         A member that held a slot may only come back if the View still lists it: otherwise it was replaced
@@ -116,6 +132,7 @@ class Registry:
         Args:
             member: as registered before.
             lease: the new lease.
+            token: of the job it was made for.
             holds_slot: whether the newest View this agent obeyed has it in a slot, or leaving.
 
         Raises:
@@ -136,7 +153,11 @@ class Registry:
                     f"member {member.id} was replaced while its lease had ended (View of generation "
                     f"{view.generation}: {view.reason}); it must write nothing more"
                 )
-            guards = [is_modified_at(self.view_key, revision), is_absent(fenced_key)]
+            guards = [
+                self._is_job_of(token),
+                is_modified_at(self.view_key, revision),
+                is_absent(fenced_key),
+            ]
             if self.store.transaction(guards, [write]) is not None:
                 return
 
@@ -319,10 +340,16 @@ class Registry:
         """Delete everything of this job."""
         self.store.delete_prefix(self.prefix)
 
-    def erase_if_last(self) -> bool:
-        """Delete everything of this job if no member is left; call it after ending the own lease."""
-        everything = KeyRange(start=self.prefix, end=self.prefix[:-1] + "0")  # '0' follows '/'
-        return self.store.transaction([is_empty(self.members_prefix)], deletes=[everything]) is not None
+    def erase_if_last(self, token: str) -> bool:
+        """Delete everything of this job if no member is left; call it after ending the own lease.
+
+        A new job, with another token, may have claimed the id by then; it has no member yet, and stays.
+        """
+        claim, revision = self.claim()
+        if claim is None or claim.token != token:
+            return False
+        guards = [is_modified_at(self.job_key, revision), is_empty(self.members_prefix)]
+        return self.store.transaction(guards, deletes=[prefix_range(self.prefix)]) is not None
 
     # Watching
 
@@ -392,6 +419,13 @@ class Registry:
                 return QuarantineGone(host=rest)
             case _:
                 return None  # cleaned up
+
+    def _is_job_of(self, token: str) -> Compare:
+        """The guard that the job is still the one with this token; raises Fenced if it is not."""
+        claim, revision = self.claim()
+        if claim is None or claim.token != token:
+            raise Fenced(f"job {self.job_id} ended before this host had joined it")
+        return is_modified_at(self.job_key, revision)
 
     def _member_key(self, member_id: MemberId) -> str:
         return f"{self.members_prefix}{member_id}"

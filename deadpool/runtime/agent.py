@@ -89,8 +89,8 @@ class Agent:
         self._launch = launch
         self.token = launch.token
         self._queue: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
-        path, run_id = run_dir / f"events-{self.id}.jsonl", launch.run_id or config.job.job_id
-        self.log = EventLog(path, run_id, self.id, console=self._say)
+        run_id = launch.run_id or config.job.job_id
+        self.log = EventLog(run_dir / f"events-{self.id}.jsonl", run_id, self.id, console=self._say)
         self.address = config.run.address or own_address(config.membership)
         self._members: dict[MemberId, Member] = {}
         self._reached = False
@@ -302,10 +302,11 @@ class Agent:
         )
 
     def _enrol(self, lease: Lease, again: bool) -> None:
+        holds_slot = self.host.slot is not None
         if again:
-            self.registry.register_again(self.member, lease, holds_slot=self.host.slot is not None)
+            self.registry.register_again(self.member, lease, self.token, holds_slot=holds_slot)
         else:
-            self.registry.register(self.member, lease)
+            self.registry.register(self.member, lease, self.token)
 
     def _wait_until_parked(self) -> None:
         """Imports and self-test of the workers; only then is this host worth registering."""
@@ -365,7 +366,7 @@ class Agent:
         if self.lease is not None:
             self.lease.close()
             try:
-                self.registry.erase_if_last()
+                self.registry.erase_if_last(self.token)
             except StoreUnavailable as error:
                 logger.info("the job's keys are left to the next start: %s", error)
         self.memory.close()
@@ -463,8 +464,7 @@ class Agent:
         """Past its own deadline: fence, unless etcd is down for all (peers say so) or has just returned."""
         if self.lease is None or len(self._members) < 2:
             return
-        why = self.cut_off.judge(self.lease.is_overdue, self.peers.who_reaches_store(), time.monotonic())
-        if why:
+        if why := self.cut_off.judge(self.lease.is_overdue, self.peers.who_reaches_store(), time.monotonic()):
             self._on_replaced(why)
 
     def _on_replaced(self, why: str) -> None:

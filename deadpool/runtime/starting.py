@@ -12,7 +12,7 @@ from deadpool.core.types import Member, MemberId
 from deadpool.errors import Fenced
 from deadpool.membership.claim import claim_job
 from deadpool.membership.records import JobClaim
-from deadpool.membership.registry import Registry, decode_record
+from deadpool.membership.registry import Registry
 from deadpool.runtime.servers import Servers
 
 
@@ -46,8 +46,8 @@ def claim_token(registry: Registry, config: Config, launch: Launch, host: str) -
         claimed_by=f"{socket.gethostname()}:{os.getpid()}",
     )
     if launch.is_return:  # never into another job, and not into a new one that only this host would form
-        found = registry.store.get(registry.job_key)
-        if found is None or decode_record(found, JobClaim).token != launch.token:
+        found, _ = registry.claim()
+        if found is None or found.token != launch.token:
             raise Fenced(f"host {host} was replaced, and job {registry.job_id} ended before it came back")
         claimed = launch.token
     else:

@@ -15,15 +15,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from deadpool.core.types import Member, Phase, View
 from deadpool.errors import StoreUnavailable
 from deadpool.membership.embedded import EmbeddedEtcd, find_etcd, free_ports
 from deadpool.membership.etcd import EtcdConfig, EtcdStore
 from deadpool.membership.memory import MemoryServer, MemoryStore
+from deadpool.membership.records import JobClaim
+from deadpool.membership.registry import Registry
 from deadpool.membership.store import MembershipStore
 
 TTL_S = 1.0
 EVENT_S = 10.0
+TOKEN = "secret"
 START_S = 15.0
 _T = TypeVar("_T")
 
@@ -386,6 +391,12 @@ def make_member(number: int) -> Member:
         nproc=2,
         versions=(("torch", "2.13.0"),),
     )
+
+
+def put_claim(registry: Registry, token: str = TOKEN) -> None:
+    """The job is claimed, as it is before any member registers."""
+    claim = JobClaim(run_id="", token=token, n_members=4, claimed_by="h0, process 1")
+    registry.store.put(registry.job_key, msgspec.json.encode(claim))
 
 
 def make_view(generation: int, slots: tuple[str, ...], *, phase: Phase = Phase.RUNNING) -> View:

@@ -40,7 +40,7 @@ class Job:
         self.claim(make_claim("first"))
         for number in range(n_members):
             self.leases.append(self.registry.store.lease_grant(CLAIM_TTL_S))
-            self.registry.register(make_member(number), self.leases[-1])
+            self.registry.register(make_member(number), self.leases[-1], "secret")
         if phase is not None:
             term = self.registry.campaign(make_member(0).id, self.leases[0])
             assert term is not None
@@ -185,7 +185,7 @@ def test_a_live_job_whose_leases_all_ended_in_a_stall_of_etcd_is_not_taken_for_d
     def come_back() -> None:
         if job.waited_s > CLAIM_TTL_S / 3 and not job.registry.members():
             job.leases = [job.registry.store.lease_grant(CLAIM_TTL_S)]
-            job.registry.register_again(make_member(0), job.leases[0], holds_slot=True)
+            job.registry.register_again(make_member(0), job.leases[0], "secret", holds_slot=True)
 
     job.on_pause = come_back
 

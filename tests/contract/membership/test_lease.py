@@ -14,15 +14,23 @@ from deadpool.membership.registry import Registry
 from deadpool.membership.store import Lease, LeaseId, MembershipStore
 from tests.contract.membership.support import (
     EVENT_S,
+    TOKEN,
     TTL_S,
     Backend,
     Recorder,
     make_member,
     make_view,
+    put_claim,
     wait_until,
 )
 
 MEMBER = make_member(0)
+
+
+@pytest.fixture
+def registry(registry: Registry) -> Registry:
+    put_claim(registry)
+    return registry
 
 
 class Enrolment:
@@ -35,9 +43,9 @@ class Enrolment:
     def __call__(self, lease: Lease, again: bool) -> None:
         self.calls.append((lease.id, again))
         if again:
-            self.registry.register_again(MEMBER, lease, holds_slot=True)
+            self.registry.register_again(MEMBER, lease, TOKEN, holds_slot=True)
         else:
-            self.registry.register(MEMBER, lease)
+            self.registry.register(MEMBER, lease, TOKEN)
 
 
 def make_keeper(registry: Registry, on_lost: Recorder | None = None) -> tuple[LeaseKeeper, Enrolment]:
@@ -55,7 +63,7 @@ def renew(keeper: LeaseKeeper) -> None:
 def publish(registry: Registry, slots: tuple[str, ...]) -> None:
     leader = make_member(3)
     lease = registry.store.lease_grant(60)
-    registry.register(leader, lease)
+    registry.register(leader, lease, TOKEN)
     term = registry.campaign(leader.id, lease)
     assert term is not None
     assert registry.publish_view(make_view(2, slots), 0, term)
@@ -64,7 +72,7 @@ def publish(registry: Registry, slots: tuple[str, ...]) -> None:
 def test_a_kept_lease_outlives_one_that_is_not_kept(backend: Backend, registry: Registry) -> None:
     keeper, enrolment = make_keeper(registry)
     lease = keeper.start()
-    registry.register(make_member(1), registry.store.lease_grant(TTL_S))
+    registry.register(make_member(1), registry.store.lease_grant(TTL_S), TOKEN)
 
     give_up_s = boottime_s() + EVENT_S
     while make_member(1) in registry.members() and boottime_s() < give_up_s:
@@ -132,6 +140,7 @@ def test_a_keeper_that_is_cut_off_becomes_overdue_and_recovers(backend: Backend,
     other, store = backend.open_store(), backend.open_store()
     registry = Registry(store, prefix.split("/")[2])
     watching = Registry(other, registry.job_id)
+    put_claim(watching)
     publish(watching, (MEMBER.id,))
     seen = Recorder()
     watching.watch(seen)
@@ -158,7 +167,9 @@ def test_closing_while_cut_off_ends_in_time_and_leaves_the_lease_to_run_out(
     backend: Backend, prefix: str
 ) -> None:
     store = backend.open_store()
-    keeper, _ = make_keeper(Registry(store, prefix.split("/")[2]))
+    registry = Registry(store, prefix.split("/")[2])
+    put_claim(registry)
+    keeper, _ = make_keeper(registry)
     keeper.start()
     backend.cut_off(store)
 

@@ -24,12 +24,14 @@ from deadpool.membership.records import MemberGone, MemberPut, StoreLost, StoreR
 from deadpool.membership.registry import Registry
 from deadpool.membership.store import KeyPut, WatchConnected, WatchInterrupted
 from tests.contract.membership.support import (
+    TOKEN,
     TTL_S,
     EtcdProcess,
     Recorder,
     etcd_config,
     make_member,
     make_view,
+    put_claim,
     wait_until,
 )
 
@@ -41,6 +43,7 @@ class Agent:
 
     def __init__(self, store: EtcdStore, number: int) -> None:
         self.registry = Registry(store, "job")
+        put_claim(self.registry)
         self.member = make_member(number)
         self.lost = Recorder()
         self.keeper = LeaseKeeper(store, TTL_S, enrol=self._enrol, on_lost=self.lost)
@@ -48,9 +51,9 @@ class Agent:
 
     def _enrol(self, lease: object, again: bool) -> None:
         if again:
-            self.registry.register_again(self.member, self.keeper.lease, holds_slot=True)
+            self.registry.register_again(self.member, self.keeper.lease, TOKEN, holds_slot=True)
         else:
-            self.registry.register(self.member, self.keeper.lease)
+            self.registry.register(self.member, self.keeper.lease, TOKEN)
 
     def wait_until_registered_anew(self, seen: Recorder, after: int) -> None:
         seen.wait_for(MemberGone, lambda gone: gone.member_id == self.member.id, after=after)

@@ -26,14 +26,29 @@ from deadpool.membership.records import (
 )
 from deadpool.membership.registry import RECOVERIES_KEPT, Registry
 from deadpool.membership.store import Compare, KeyRange, Lease, MembershipStore, Write
-from tests.contract.membership.support import TTL_S, Backend, Recorder, make_member, make_view, run_at_once
+from tests.contract.membership.support import (
+    TOKEN,
+    TTL_S,
+    Backend,
+    Recorder,
+    make_member,
+    make_view,
+    put_claim,
+    run_at_once,
+)
 
 MEMBERS = tuple(make_member(number) for number in range(4))
 
 
+@pytest.fixture
+def registry(registry: Registry) -> Registry:
+    put_claim(registry)
+    return registry
+
+
 def enrol(registry: Registry, number: int, ttl_s: float = 60.0) -> Lease:
     lease = registry.store.lease_grant(ttl_s)
-    registry.register(MEMBERS[number], lease)
+    registry.register(MEMBERS[number], lease, TOKEN)
     return lease
 
 
@@ -52,10 +67,37 @@ def test_members_are_listed_in_order_of_registration_not_of_name(registry: Regis
 
 def test_a_member_id_registers_once(registry: Registry) -> None:
     lease = enrol(registry, 0)
-    registry.register(MEMBERS[0], lease)  # the same again, as after an answer that was lost
+    registry.register(MEMBERS[0], lease, TOKEN)  # the same again, as after an answer that was lost
 
     with pytest.raises(MembershipError, match="already registered"):
         enrol(registry, 0)
+
+
+def test_a_host_that_comes_after_the_end_of_its_job_does_not_form_it_anew(registry: Registry) -> None:
+    lease = enrol(registry, 0)
+    registry.publish_view(make_view(1, (MEMBERS[0].id,), phase=Phase.FINISHED), 0, lead(registry, 0, lease))
+    late = registry.store.lease_grant(60)  # it claimed while the job ran, and its workers are loading
+
+    registry.store.lease_revoke(lease.id)
+    assert registry.erase_if_last(TOKEN)
+
+    with pytest.raises(Fenced, match="ended before this host had joined it"):
+        registry.register(MEMBERS[1], late, TOKEN)
+    put_claim(registry, token="of a new job")
+    with pytest.raises(Fenced, match="ended before this host had joined it"):
+        registry.register(MEMBERS[1], late, TOKEN)
+    with pytest.raises(Fenced, match="ended before this host had joined it"):
+        registry.register_again(MEMBERS[1], late, TOKEN, holds_slot=False)
+    assert registry.members() == ()
+
+
+def test_the_end_of_a_job_leaves_the_claim_of_the_next_one(registry: Registry) -> None:
+    put_claim(registry, token="of a new job")
+
+    assert not registry.erase_if_last(TOKEN)
+
+    claim, _ = registry.claim()
+    assert claim is not None and claim.token == "of a new job"
 
 
 def test_of_racing_candidates_one_leads_and_the_others_see_it(registry: Registry) -> None:
@@ -195,7 +237,7 @@ def test_only_registered_members_report(registry: Registry) -> None:
     for report in reports:
         with pytest.raises(LeaseLost, match=member_id):
             report()
-    assert registry.store.get_prefix(registry.prefix)[0] == []
+    assert [pair.key for pair in registry.store.get_prefix(registry.prefix)[0]] == [registry.job_key]
 
     lease = enrol(registry, 0)
     for report in reports:
@@ -213,7 +255,7 @@ def test_a_member_that_the_view_lists_comes_back_with_a_new_lease(registry: Regi
     registry.store.lease_revoke(old.id)
     assert MEMBERS[0] not in registry.members()
 
-    registry.register_again(MEMBERS[0], registry.store.lease_grant(60), holds_slot=True)
+    registry.register_again(MEMBERS[0], registry.store.lease_grant(60), TOKEN, holds_slot=True)
 
     assert MEMBERS[0] in registry.members()
 
@@ -223,16 +265,18 @@ def test_a_member_that_was_replaced_does_not_come_back(registry: Registry) -> No
     registry.publish_view(make_view(2, (MEMBERS[1].id,)), 0, term)
 
     with pytest.raises(Fenced, match="generation 2: as the test wants it"):
-        registry.register_again(MEMBERS[0], registry.store.lease_grant(60), holds_slot=True)
+        registry.register_again(MEMBERS[0], registry.store.lease_grant(60), TOKEN, holds_slot=True)
 
     assert MEMBERS[0] not in registry.members()
-    registry.register_again(MEMBERS[3], registry.store.lease_grant(60), holds_slot=False)  # an idle spare may
+    registry.register_again(
+        MEMBERS[3], registry.store.lease_grant(60), TOKEN, holds_slot=False
+    )  # an idle spare may
     assert MEMBERS[3] in registry.members()
 
 
 def test_a_member_whose_job_is_gone_does_not_come_back(registry: Registry) -> None:
     with pytest.raises(Fenced, match="no View"):
-        registry.register_again(MEMBERS[0], registry.store.lease_grant(60), holds_slot=True)
+        registry.register_again(MEMBERS[0], registry.store.lease_grant(60), TOKEN, holds_slot=True)
     assert registry.members() == ()
 
 
@@ -259,7 +303,7 @@ def test_a_fenced_member_loses_lease_and_leadership_writes_nothing_and_never_enr
         enrol(registry, 0)
     for holds_slot in (False, True):
         with pytest.raises(Fenced, match="it did not answer"):
-            registry.register_again(MEMBERS[0], registry.store.lease_grant(60), holds_slot=holds_slot)
+            registry.register_again(MEMBERS[0], registry.store.lease_grant(60), TOKEN, holds_slot=holds_slot)
     assert registry.members() == ()
 
 
@@ -300,11 +344,12 @@ def test_summaries_of_recoveries_are_one_key_that_stays_small(
     found = registry.recoveries()
     assert [each["generation"] for each in found] == list(range(7, 7 + RECOVERIES_KEPT))
     assert {each["source"] for each in found} == {"checkpoint"}
-    assert len(store.get_prefix(registry.prefix)[0]) == 1
+    assert len(store.get_prefix(registry.prefix)[0]) == 2  # and the claim
 
 
 def test_the_last_member_erases_the_job_and_leaves_no_key(store: MembershipStore, registry: Registry) -> None:
     neighbour = Registry(store, registry.job_id + "0")
+    put_claim(neighbour)
     enrol(neighbour, 3)
     first, last = enrol(registry, 0), enrol(registry, 1)
     term = lead(registry, 0, first)
@@ -314,10 +359,10 @@ def test_the_last_member_erases_the_job_and_leaves_no_key(store: MembershipStore
     registry.fence(MEMBERS[2].id, "lost")
 
     store.lease_revoke(first.id)
-    assert not registry.erase_if_last()
+    assert not registry.erase_if_last(TOKEN)
     assert registry.view()[0] is not None
     store.lease_revoke(last.id)
-    assert registry.erase_if_last()
+    assert registry.erase_if_last(TOKEN)
 
     assert store.get_prefix(registry.prefix)[0] == []
     assert neighbour.members() == (MEMBERS[3],)
@@ -422,6 +467,7 @@ class LostAnswers(MemoryStore):
 def test_a_view_whose_acceptance_was_not_heard_is_not_published_twice_nor_given_up() -> None:
     server = MemoryServer()
     honest = Registry(MemoryStore(server), "job")
+    put_claim(honest)
     lease = enrol(honest, 0)
     view = make_view(1, (MEMBERS[0].id,))
     applied = Registry(LostAnswers(server, applies=True), "job")

@@ -214,7 +214,7 @@ def make_job(etcd: str) -> Iterator[Callable[..., JobFile]]:
         store.put(registry.job_key, msgspec.json.encode(claim))
         store.put(registry.view_key, msgspec.json.encode(VIEW))
         for each in members:
-            registry.register(each, lease)
+            registry.register(each, lease, token)
         registry.put_quarantine(Quarantine(host="h7", member="h7-a", reason="broken"))
         return JobFile(job_id=job_id, token="", run_dir="/x", pid=0, etcd=(etcd,))
 

@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from deadpool.core.types import Member, Name, Phase, View
 from deadpool.events import EventLog
 from deadpool.membership.memory import MemoryServer, MemoryStore
+from deadpool.membership.records import JobClaim
 from deadpool.membership.registry import Registry
 from deadpool.membership.store import Lease
 from deadpool.store.segment import Segment, SegmentLayout
@@ -111,9 +114,11 @@ class Job:
         self.registry = Registry(self.store, "job")
         self.members = {id: make_member(id) for id in ids}
         self.leases: dict[str, Lease] = {}
+        claim = JobClaim(run_id="run", token=TOKEN, n_members=len(ids), claimed_by="the test")
+        self.store.put(self.registry.job_key, msgspec.json.encode(claim))
         for id in ids:
             self.leases[id] = self.store.lease_grant(ttl_s)
-            self.registry.register(self.members[id], self.leases[id])
+            self.registry.register(self.members[id], self.leases[id], TOKEN)
 
     def view(self) -> View:
         view, _ = self.registry.view()

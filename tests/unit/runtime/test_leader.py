@@ -15,7 +15,7 @@ from deadpool.liveness.waiting import hash_name
 from deadpool.runtime import leader as leader_module
 from deadpool.runtime.leader import Leader, LeadershipLost
 from deadpool.runtime.messages import Stalled
-from tests.unit.runtime.support import Job, make_member, open_log, read_events
+from tests.unit.runtime.support import TOKEN, Job, make_member, open_log, read_events
 
 ZERO = Name(step=0, generation=1)
 FIVE = Name(step=5, generation=1)
@@ -382,7 +382,7 @@ def test_a_new_leader_reads_what_was_acked_to_the_one_before(lead: Lead) -> None
         leading.job.registry.put_ack(Ack(member=member, generation=1, phase=Phase.FORMING))
     leading.job.store.lease_revoke(leading.job.leases["a"].id)
     leading.job.leases["a"] = leading.job.store.lease_grant(60.0)
-    leading.job.registry.register(leading.job.members["a"], leading.job.leases["a"])
+    leading.job.registry.register(leading.job.members["a"], leading.job.leases["a"], TOKEN)
     leading.leader = leading.elect("c")
     leading.start()
     assert leading.phase() is Phase.RUNNING
@@ -404,7 +404,7 @@ def test_a_host_that_does_not_fit_is_fenced_and_quarantined(lead: Lead, events: 
     leading.run()
     misfit = make_member("z", nproc=8)
     lease = leading.job.store.lease_grant(60.0)
-    leading.job.registry.register(misfit, lease)
+    leading.job.registry.register(misfit, lease, TOKEN)
     leading.leader.joined(misfit)
     assert [each.host for each in leading.job.registry.quarantined()] == ["host-z"]
     (fenced,) = read_events(events, "member.quarantined")
