@@ -103,6 +103,12 @@ class LivenessConfig:
         flag="--progress-timeout-s",
         at_least=0,
     )
+    first_step_timeout_s: float = _setting(
+        180.0,
+        "The same for the first step of a process, which compiles and connects.",
+        flag="--first-step-timeout-s",
+        at_least=0,
+    )
     collective_report_s: float = _setting(
         10.0,
         "Wait in one collective after which hosts compare what their ranks have called.",

@@ -179,7 +179,7 @@ class WorkerProgress:
     rank: int
     tick_frozen: bool
     finished_step: int
-    is_quiet: bool
+    is_quiet: bool  # in a declared quiet section, or in its first step: it may keep others waiting
     handles: tuple[tuple[int, int, int, int], ...]  # as in PageSample
 
 
@@ -201,6 +201,9 @@ class ProgressWatch:
     Watch a rank only while it is expected to make progress (the View is RUNNING and the rank is in `train`).
     A stall is no verdict of guilt: in a collective everybody stalls, and sequence numbers name the culprit.
 
+    The first step of a process compiles kernels and opens connections, often for minutes and on some ranks
+    only: it has a limit of its own, and until then the rank keeps others waiting by right.
+
     A declared quiet section suspends the progress timeout, not the tick: the native thread ticks while the
     GIL is held, too, so a tick that stands still is a stopped process. Pauses of this process do not count.
     """
@@ -209,6 +212,7 @@ class ProgressWatch:
         self._config = config
         self._pauses = PauseMeter(config.silence_suspect_s / 2)
         self._watched: dict[int, _Watched] = {}
+        self._checked_s = 0.0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -235,6 +239,7 @@ class ProgressWatch:
     def check(self, now_s: float) -> list[ProgressVerdict]:
         """Look at all pages; to be called at least every `silence_suspect_s` / 2. `now_s`: CLOCK_BOOTTIME."""
         paused_s = self._pauses.tick(now_s)
+        self._checked_s = now_s
         verdicts: list[ProgressVerdict] = []
         for rank, watched in self._watched.items():
             watched.step_s = min(now_s, watched.step_s + paused_s)
@@ -247,16 +252,22 @@ class ProgressWatch:
         reports = []
         for rank, watched in sorted(self._watched.items()):
             sample = watched.page.sample()
+            is_first = _is_first_step(sample) and self._checked_s - watched.step_s < self._limit_s(sample)
             reports.append(
                 WorkerProgress(
                     rank=rank,
                     tick_frozen=watched.is_frozen and sample.tick == watched.tick,
                     finished_step=sample.finished_step,
-                    is_quiet=sample.is_quiet,
+                    is_quiet=sample.is_quiet or is_first,
                     handles=sample.handles,
                 )
             )
         return tuple(reports)
+
+    def _limit_s(self, sample: PageSample) -> float:
+        if _is_first_step(sample):
+            return max(self._config.progress_timeout_s, self._config.first_step_timeout_s)
+        return max(self._config.progress_timeout_s, _SLOW_STEPS * sample.median_step_s)
 
     def _look(self, rank: int, watched: _Watched, now_s: float) -> list[ProgressVerdict]:
         sample = watched.page.sample()
@@ -273,8 +284,7 @@ class ProgressWatch:
             )
 
         found = []
-        limit_s = max(self._config.progress_timeout_s, _SLOW_STEPS * sample.median_step_s)
-        if now_s - watched.step_s >= limit_s * (watched.stalls + 1):
+        if now_s - watched.step_s >= self._limit_s(sample) * (watched.stalls + 1):
             watched.stalls += 1
             found.append(verdict(ProgressChange.STALLED, watched.step_s))
         # A tick of 0 means that the native thread does not run yet.
@@ -284,3 +294,8 @@ class ProgressWatch:
         if not was_well and not watched.is_frozen and not watched.stalls:
             found.append(verdict(ProgressChange.RESUMED, watched.step_s))
         return found
+
+
+def _is_first_step(sample: PageSample) -> bool:
+    """Whether this process has finished no step yet, whatever the job has."""
+    return sample.median_step_s == 0

@@ -20,7 +20,9 @@ from deadpool.liveness.progress import (
     WorkerPage,
 )
 
-CONFIG = LivenessConfig(progress_timeout_s=10.0, silence_dead_s=3.0, silence_suspect_s=1.0)
+CONFIG = LivenessConfig(
+    progress_timeout_s=10.0, first_step_timeout_s=60.0, silence_dead_s=3.0, silence_suspect_s=1.0
+)
 POLL_S = 0.25
 
 
@@ -58,6 +60,7 @@ class Rig:
         self.native = Native(page.fd)
         self.native.tick()
         self.page = page
+        page.finish_step(0, 1, 50_000_000)  # past its first step
         self.now_s = 500.0
         self.watch = ProgressWatch(CONFIG)
         self.watch.add(3, page, self.now_s)
@@ -161,8 +164,27 @@ def test_no_step_for_the_timeout_is_a_stall_said_again_after_each_further_timeou
     assert rig.run(9.75) == []
 
 
+def test_the_first_step_of_a_process_has_a_limit_of_its_own_and_may_keep_others_waiting(
+    page: WorkerPage,
+) -> None:
+    watch = ProgressWatch(CONFIG)
+    watch.add(3, page, 0.0)
+    for quarter in range(240):
+        assert watch.check(quarter * POLL_S) == []
+        assert watch.report()[0].is_quiet
+    assert [verdict.change for verdict in watch.check(60.0)] == [ProgressChange.STALLED]
+    assert not watch.report()[0].is_quiet
+    page.restart(4, 2)  # after a recovery, and the process is still in its first step
+    assert [verdict.change for verdict in watch.check(60.25)] == [ProgressChange.RESUMED]
+    assert watch.report()[0].is_quiet
+    page.finish_step(5, 2, 50_000_000)
+    assert watch.check(60.5) == []
+    assert not watch.report()[0].is_quiet
+
+
 def test_slow_steps_get_three_medians(rig: Rig) -> None:
-    rig.page.finish_step(1, 1, 5_000_000_000)
+    for step in (1, 2):
+        rig.page.finish_step(step, 1, 5_000_000_000)
     assert rig.run(14.75) == []
     assert rig.run(1) == [(ProgressChange.STALLED, 15.0)]
 
