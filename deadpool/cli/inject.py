@@ -11,18 +11,17 @@ from pathlib import Path
 from deadpool.cli.jobs import find_job
 from deadpool.config import nearest
 from deadpool.errors import ConfigError
+from deadpool.liveness.stat import parent_of, started_s
 from deadpool.testing.faults import (
     Injection,
     InjectionKind,
     InjectionPlan,
     Point,
     carry_out,
-    parent_of,
     parse_injection,
     parse_injections,
     read_number,
     record_injection,
-    started_s,
     strike,
 )
 

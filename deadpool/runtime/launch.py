@@ -21,6 +21,7 @@ from types import FrameType
 from deadpool.config import Config
 from deadpool.errors import ExitCode
 from deadpool.liveness.process import ProcessWatch
+from deadpool.liveness.stat import state_of
 from deadpool.membership.embedded import EmbeddedEtcd
 from deadpool.runtime.result import read_result
 from deadpool.runtime.worker import die_with_parent
@@ -195,11 +196,8 @@ class StandaloneRun:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Stopped by a signal. For tidying up only: detection never looks at this."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in ("T", "Z", "X")
-    except OSError:
-        return True  # gone
+    """Stopped by a signal, or gone."""
+    return state_of(pid) in ("", "T", "Z", "X")
 
 
 def agent_handover() -> tuple[Config, Path, str, str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from deadpool.testing.faults import parent_of
+from deadpool.liveness.stat import parent_of
 
 Event = dict[str, Any]
 Found = TypeVar("Found")

@@ -22,6 +22,7 @@ from typing import assert_never
 from deadpool.config import nearest
 from deadpool.errors import ConfigError
 from deadpool.events import boottime_s
+from deadpool.liveness.stat import parent_of
 
 
 class InjectionKind(Enum):
@@ -308,28 +309,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def parent_of(pid: int) -> int | None:
-    """Parent of a process, or None if there is no such process."""
-    stat = _read_stat(pid)
-    return None if stat is None else int(stat[1])
-
-
-def started_s(pid: int) -> float | None:
-    """When a process started, on the clock of `boottime_s`, or None if it does not run (any more)."""
-    stat = _read_stat(pid)
-    return None if stat is None or stat[0] in "ZX" else int(stat[19]) / os.sysconf("SC_CLK_TCK")
-
-
 def send_signal(pid: int, number: signal.Signals) -> None:
     """Signal a process; one that is already gone is no error."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _read_stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the state on (the name before it may contain anything)."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None

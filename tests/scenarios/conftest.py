@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from deadpool.cli.compare import compare_runs
+from deadpool.liveness.stat import is_running, state_of
 from deadpool.membership.embedded import EmbeddedEtcd
 from deadpool.testing.cluster import Event, HostsJob, Job, JobSpec, RunFolder, run_to_end, running
 
@@ -170,11 +171,9 @@ def wait_until_gone(pid: int, within_s: float) -> None:
     """Gone, or ended and still to be reaped by whoever is its parent now."""
     deadline_s = time.monotonic() + within_s
     while True:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
+        if not is_running(pid):
             return
-        if state in "ZX":
-            return
-        assert time.monotonic() < deadline_s, f"process {pid} (state {state}) lives after {within_s:g} s"
+        assert time.monotonic() < deadline_s, (
+            f"process {pid} (state {state_of(pid)}) lives after {within_s:g} s"
+        )
         time.sleep(0.02)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from deadpool.events import boottime_s
-from deadpool.testing.faults import descendants, started_s
+from deadpool.liveness.stat import started_s
+from deadpool.testing.faults import descendants
 
 Launch = Callable[..., Any]
 

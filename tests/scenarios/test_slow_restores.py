@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deadpool.testing.faults import parent_of
+from deadpool.liveness.stat import parent_of
 
 Launch = Callable[..., Any]
 

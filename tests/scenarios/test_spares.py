@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from deadpool.liveness.stat import parent_of
 from deadpool.testing.cluster import Job
-from deadpool.testing.faults import parent_of
 from tests.scenarios.conftest import RECOVER_S
 
 Launch = Callable[..., Job]

@@ -18,9 +18,9 @@ import pytest
 
 from deadpool.cli.jobs import find_job
 from deadpool.cli.status import gather_status
+from deadpool.liveness.stat import parent_of
 from deadpool.report import JobStatus
 from deadpool.testing.cluster import Job
-from deadpool.testing.faults import parent_of
 from tests.scenarios.conftest import DETECT_S, wait_until_gone
 
 Launch = Callable[..., Job]

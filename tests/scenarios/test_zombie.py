@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from deadpool.cli.jobs import find_job
+from deadpool.liveness.stat import parent_of
 from deadpool.membership.etcd import EtcdConfig, EtcdStore
 from deadpool.testing.cluster import Job
-from deadpool.testing.faults import parent_of
 from tests.scenarios.conftest import wait_until_gone
 
 Launch = Callable[..., Job]

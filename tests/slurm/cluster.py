@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from deadpool.liveness.stat import parent_of
 from deadpool.membership.embedded import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -190,7 +191,8 @@ class Cluster:
         """What a power loss does: slurmd, its step daemons and all their processes are gone at once."""
         tasks = [pid for pid, environment in self._processes() if environment.get("SLURMD_NODENAME") == node]
         # A step daemon does not tell its node; that of its task does.
-        steps = {parent for parent in map(_parent, tasks) if _name(parent) == "slurmstepd"}
+        parents = {parent for pid in tasks if (parent := parent_of(pid)) is not None}
+        steps = {parent for parent in parents if _name(parent) == "slurmstepd"}
         _kill([self._daemons[node].pid, *steps, *tasks])
         self._daemons[node].wait()
 
@@ -337,13 +339,6 @@ def _ip(*arguments: str) -> str:
 def _path() -> str:
     """PATH with the daemons' folder and that of `deadpool`."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin"])
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def _name(pid: int) -> str:

@@ -24,6 +24,7 @@ from deadpool.cli.slurm.grow import cancel_requests
 from deadpool.cli.slurm.job import SlurmJob, read_ends
 from deadpool.config import Config
 from deadpool.errors import ExitCode, StoreUnavailable
+from deadpool.liveness.stat import is_running
 from deadpool.membership.etcd import EtcdStore
 from deadpool.membership.registry import Registry
 from deadpool.runtime.endpoints import etcd_config
@@ -77,7 +78,7 @@ def wait_for_hosts(run_dir: Path, job: SlurmJob, pids: Sequence[int]) -> None:
         pids: of the `srun` processes; that of a dead node may stay.
     """
     members = Members(job.decode_config())
-    while any(_runs(pid) for pid in pids):
+    while any(is_running(pid) for pid in pids):
         ends = read_ends(run_dir)
         is_over = bool(read_result(run_dir).phase) or any(code in _STOPPED for code in ends.values())
         if ends and members.have_ended(by_silence=is_over) and is_over:
@@ -220,13 +221,6 @@ def _was_cancelled(slurm_id: str) -> bool:
     """A warned job still runs; one that is being ended was pre-empted, or cancelled."""
     shown = tools.show_job(slurm_id)
     return shown.get("JobState") != "RUNNING" and shown.get("PreemptTime", "None") == "None"
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def ignore_stop_signals() -> None:

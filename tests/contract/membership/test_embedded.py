@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from deadpool.errors import StoreUnavailable
+from deadpool.liveness.stat import is_running
 from deadpool.membership.embedded import EMBEDDED_WARNING, EmbeddedEtcd
 from deadpool.membership.etcd import EtcdStore
 from tests.contract.membership.support import etcd_config, wait_until
@@ -72,14 +73,7 @@ signal.pause()
     owner.kill()
     owner.wait()
 
-    wait_until(lambda: not is_alive(pid))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not is_running(pid))
 
 
 def test_a_restart_on_a_port_that_was_taken_meanwhile_says_so(tmp_path: Path) -> None:

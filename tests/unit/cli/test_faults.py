@@ -17,6 +17,7 @@ from deadpool.cli.inject import inject_running_job
 from deadpool.cli.jobs import JobFile, write_job_file
 from deadpool.errors import ConfigError
 from deadpool.events import boottime_s
+from deadpool.liveness.stat import started_s, state_of
 from deadpool.testing.faults import (
     Injection,
     InjectionKind,
@@ -26,7 +27,6 @@ from deadpool.testing.faults import (
     descendants,
     parse_injection,
     parse_injections,
-    started_s,
 )
 
 
@@ -225,13 +225,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen within 10 s"
         threading.Event().wait(0.01)
-
-
-def state_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "X"
 
 
 def states(host: Host) -> dict[str, str]:
