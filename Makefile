@@ -43,8 +43,12 @@ demo: setup
 	  --inject host-stop:rank=0@step=27 \
 	  examples/train_gpt.py --steps 40
 
+# Jobs of several processes one after the other, with the machine to themselves; the rest two at a time.
+JOBS := tests/scenarios tests/slurm $(wildcard tests/plugins/*/test_verify.py tests/plugins/*/test_pretrain.py)
+
 test: lint
-	$(BIN)/python -m pytest -m 'not full' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not full' -n 2 --dist worksteal $(JOBS:%=--ignore=%) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not full' $(JOBS) $(PYTEST_ARGS)
 
 test-full: setup
 	$(BIN)/python -m pytest -m full $(PYTEST_ARGS)

