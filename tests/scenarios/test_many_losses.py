@@ -73,7 +73,7 @@ def test_an_owner_lost_with_its_holder_costs_the_steps_since_the_checkpoint(
     for rank in range(3):
         again = [record["s"] for record in job.records(rank) if record["g"] == done["generation"]]
         assert min(again) == max(durable) + 1
-    assert "from checkpoint: back to step" in job.output
+    assert f"back to step {max(durable)} (checkpoint)" in job.output
 
 
 @pytest.mark.full
