@@ -422,15 +422,13 @@ class Agent:
                 self.workforce.kill_rank(rank, "its process is stopped")  # it cannot close anything
         self.host.on_view(view)
         if view.phase is Phase.RUNNING:
+            self.leadership.on_running(view)
             self.stalls.start(self.host.ranks())
         else:
             self.stalls.stop()
 
     def _lead_protection(self) -> None:
-        """The leader names steps, also if it is a spare.
-
-        From the tick after RUNNING was seen: by then the others have seen it, too.
-        """
+        """The leader, also a spare, names steps. From the tick after RUNNING was seen: so have others."""
         view, leader = self.host.view, self.leadership.leader
         if leader is None or view is None or view.phase is not Phase.RUNNING:
             return

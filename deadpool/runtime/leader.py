@@ -102,9 +102,20 @@ class Leader:
         return self._state.view
 
     def start(
-        self, members: tuple[Member, ...], quarantined: tuple[str, ...], checkpoint: Name | None
+        self,
+        members: tuple[Member, ...],
+        quarantined: tuple[str, ...],
+        checkpoint: Name | None,
+        ran_with: tuple[MemberId, ...] = (),
     ) -> None:
-        """Take over: read the View and everything acked under it."""
+        """Take over: read the View and everything acked under it.
+
+        Args:
+            members: who is registered.
+            quarantined: hosts that get no slot.
+            checkpoint: the newest complete one.
+            ran_with: slots of the View under which this agent last saw the job run.
+        """
         view, self._revision = self._registry.view()
         self._feed(
             membership.LeaderElected(
@@ -116,7 +127,7 @@ class Leader:
             )
         )
         if view is not None:
-            self._timeline.resume(view)
+            self._timeline.resume(view, ran_with)
             for fault in self._registry.faults(view.generation):
                 self.fault(fault)
             for ack in self._registry.acks(view.generation):

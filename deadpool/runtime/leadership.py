@@ -12,7 +12,7 @@ from collections.abc import Callable
 from deadpool.config import Config
 from deadpool.core import membership
 from deadpool.core.silence import Silences
-from deadpool.core.types import MemberId, Name
+from deadpool.core.types import MemberId, Name, View
 from deadpool.errors import LeaseLost, StoreUnavailable
 from deadpool.events import EventLog
 from deadpool.membership.records import Term
@@ -60,6 +60,7 @@ class Leadership:
         self._find_checkpoint = find_checkpoint
         self._growth = Growth(config.membership.grow_command, config.job.spares > 0, log)
         self._next_try_s = 0.0
+        self._ran_with: tuple[MemberId, ...] = ()
         self._silences = Silences()  # judged here only if they concern the leader
 
     def tick(self, lease: Lease) -> None:
@@ -97,6 +98,10 @@ class Leadership:
         self.leader_id = ""
         self._drop("the leadership key is gone")
         self._next_try_s = 0.0
+
+    def on_running(self, view: View) -> None:
+        """The job runs: should this agent come to lead in the next recovery, it knows who was there."""
+        self._ran_with = view.slots
 
     def on_silent(self, message: Silent) -> None:
         """A silence: the leader judges it; that of the leader itself lets any member end its lease."""
@@ -136,7 +141,7 @@ class Leadership:
         self.leader_id = self._member
         self._log.emit("leader.elected", term=term)
         quarantined = tuple(each.host for each in self._registry.quarantined())
-        leader.start(self._registry.members(), quarantined, self._find_checkpoint())
+        leader.start(self._registry.members(), quarantined, self._find_checkpoint(), self._ran_with)
 
     def _drop(self, why: str) -> None:
         if self.leader is not None:

@@ -27,9 +27,16 @@ class Timeline:
         self._acks: dict[MemberId, Ack] = {}
         self._slots: tuple[MemberId, ...] = ()  # of the View under which the job last ran
 
-    def resume(self, view: View) -> None:
-        """This leader takes over under `view`."""
-        self._slots = view.slots
+    def resume(self, view: View, ran_with: tuple[MemberId, ...]) -> None:
+        """This leader takes over under `view`, and goes on with the recovery that may be under way.
+
+        Args:
+            view: the View.
+            ran_with: slots of the one under which this agent last saw the job run.
+        """
+        self._slots = view.slots if view.phase is Phase.RUNNING else ran_with
+        if view.phase in (Phase.ABORTING, Phase.RESTORING, Phase.STALLED):
+            self._began_s = self._phase_s = time.monotonic()
 
     def fault(self, fault: Fault, host: str) -> None:
         """A fault was reported; the View that answers it follows."""

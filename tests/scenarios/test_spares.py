@@ -82,7 +82,7 @@ def test_without_a_spare_left_the_job_writes_its_last_common_step_and_ends_with_
     began_s = time.monotonic()
     assert job.wait() == 3, job.output[-4000:]
     assert time.monotonic() - began_s <= wait_s + 10.0
-    assert f"No spare came within {wait_s:g} s for rank 3." in job.output
+    assert f"No spare came within {wait_s:g} s (spare_wait_s) for rank 3." in job.output
     assert stalled["slots"].count("") == 1
     assert not left_behind(job)
     finished = [max(int(r["s"]) for r in job.records(rank)) for rank in range(4)]

@@ -199,6 +199,32 @@ def test_a_recovery_goes_back_to_the_newest_step_that_is_live_and_is_kept(lead: 
     assert (kept["kind"], kept["rollback_step"], kept["generation"]) == ("process_gone", 5, 2)
 
 
+@pytest.mark.parametrize("taken_over_in", [Phase.ABORTING, Phase.RESTORING])
+def test_a_recovery_whose_leader_is_lost_is_told_to_its_end_by_the_next_one(
+    lead: Lead, events: Path, taken_over_in: Phase
+) -> None:
+    leading = lead("c")
+    leading.run()
+    leading.leader.silent("c", (), ("b",))
+    inventory = {"a": _copies("a", 0, holds=1)}
+    if taken_over_in is Phase.RESTORING:
+        leading.ack(Phase.ABORTING, "a", copies=inventory)
+    assert leading.phase() is taken_over_in
+    leading.job.store.lease_revoke(leading.job.leases["a"].id)
+    leading.job.leases["a"] = leading.job.store.lease_grant(60.0)
+    leading.job.registry.register_again(
+        leading.job.members["a"], leading.job.leases["a"], TOKEN, holds_slot=True
+    )
+    leading.leader = leading.elect("c")
+    leading.leader.start(leading.job.registry.members(), (), None, ran_with=("a", "b"))
+    if taken_over_in is Phase.ABORTING:
+        leading.ack(Phase.ABORTING, "a", copies=inventory)
+    leading.ack(Phase.RESTORING, "a", "c")
+    assert leading.phase() is Phase.RUNNING
+    (done,) = read_events(events, "recovery.done")
+    assert (done["generation"], done["rollback_step"], done["replaced"]) == (2, 5, ["b"])
+
+
 def test_when_all_ranks_have_finished_the_job_ends(lead: Lead) -> None:
     leading = lead()
     leading.run()
