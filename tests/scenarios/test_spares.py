@@ -40,9 +40,9 @@ def check_next_spare_was_used(rig: Any, job: Job, args: tuple[str, ...]) -> None
 
 @pytest.mark.full
 def test_a_spare_whose_rehearsal_fails_is_quarantined_before_anybody_needs_it(
-    rig: Any, launch: Launch
+    rig: Any, launch: Launch, tmp_path: Path
 ) -> None:
-    args = (*ARGS, "--broken-host", "h2")
+    args = (*ARGS, "--fail-first-rehearsal", str(tmp_path / "failed"))
     job = launch(args, nnodes=2, spares=2)
     job.wait_for(lambda event: event["event"] == "member.quarantined", "the quarantine")
     agent = parent_of(next(worker["pid"] for worker in job.workers() if worker["rank"] == 1))

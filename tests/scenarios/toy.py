@@ -98,14 +98,17 @@ def collect_garbage_for(seconds: float) -> None:
     gc.callbacks.remove(take_long)
 
 
-def fail_if_broken(broken_host: str, first_promotion: str) -> None:
-    """Fail on one host, or on whichever spare is promoted first (it leaves a file behind)."""
+def fail_if_broken(first_rehearsal: str, first_promotion: str) -> None:
+    """Fail on the host that rehearses first, or on whichever spare is promoted first; both leave a file."""
     worker = current_worker()
     if worker is None or worker.assignment is None:
         return
     assignment = worker.assignment
-    if broken_host and assignment.member.startswith(f"{broken_host}-"):
-        raise FileNotFoundError("the mount that only this host lacks")
+    if first_rehearsal and assignment.rehearse:
+        with contextlib.suppress(FileExistsError), open(first_rehearsal, "x") as file:
+            file.write(assignment.member)
+        if Path(first_rehearsal).read_text() == assignment.member:
+            raise FileNotFoundError("the mount that only this host lacks")
     if first_promotion and assignment.record and not assignment.rehearse:
         with contextlib.suppress(FileExistsError):
             Path(first_promotion).touch(exist_ok=False)
@@ -166,13 +169,13 @@ def main() -> None:
         "--holds", type=Path, help="folder; rank-R in it: R does not start, step-S: none begins S"
     )
     parser.add_argument("--groups", action="store_true", help="two by two ranks, each in two subgroups")
-    parser.add_argument("--broken-host", default="", help="the script fails on this host")
+    parser.add_argument("--fail-first-rehearsal", default="", help="the script fails there; makes this file")
     parser.add_argument("--fail-first-promotion", default="", help="the script fails once; makes this file")
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
     deadpool.init()
-    fail_if_broken(arguments.broken_host, arguments.fail_first_promotion)
+    fail_if_broken(arguments.fail_first_rehearsal, arguments.fail_first_promotion)
     rank = torch.distributed.get_rank()
     while arguments.holds and (arguments.holds / f"rank-{rank}").exists():
         time.sleep(0.05)
