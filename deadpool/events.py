@@ -183,7 +183,10 @@ class EventLog:
         self._write(json.dumps(line, default=str).encode() + b"\n")
         template = _CONSOLE.get(name)
         if template is not None and self._console is not None:
-            self._console(_format(template, {"generation": generation, **fields}))
+            try:
+                self._console(_format(template, {"generation": generation, **fields}))
+            except OSError:  # a full disk, or a reader that is gone, ends no agent; the file has the event
+                self._console = None
 
     def close(self) -> None:
         """Close the file; later events reach only the console."""

@@ -76,6 +76,13 @@ class MembershipConfig:
     suspect_s: float = _setting(
         2.0, "How long a fault waits for a confirmed death before all members are tried again.", at_least=0
     )
+    start_timeout_s: float = _setting(300.0, "Workers import torch and register.", at_least=0)
+    forming_timeout_s: float = _setting(
+        600.0,
+        "All hosts register; then, again, scripts reach `wrap` and snapshot 0 is complete.",
+        flag="--forming-timeout-s",
+        at_least=0,
+    )
     ca: str = _setting("", "Certificate authority for etcd over TLS (PEM file).", flag="--etcd-ca")
     cert: str = _setting("", "Client certificate for etcd (PEM file).", flag="--etcd-cert")
     key: str = _setting("", "Key of the client certificate (PEM file).", flag="--etcd-key")

@@ -223,7 +223,8 @@ def _listed(versions: Iterable[tuple[str, str]]) -> str:
 def _on_expired(state: State, event: LeaseExpired) -> Outcome:
     view = state.view
     is_named = view is not None and (event.member_id in state.slot_of or event.member_id in view.leaving)
-    if is_named and event.now_s < state.grace_until_s:
+    is_known = is_named or find_member(state, event.member_id) is not None
+    if is_known and event.now_s < state.grace_until_s:
         return replace(state, missing=state.missing | {event.member_id}), ()
     return lose(state, [event.member_id], event.now_s, "its lease expired (lease_ttl_s)")
 

@@ -201,14 +201,17 @@ def on_deadline(state: State, now_s: float) -> Outcome:
         present = len(state.spares)
         if present >= state.n_slots:
             return state, ()  # `advance` now fills the slots of hosts that never came
-        text = f"Only {present} of {state.n_slots} hosts registered within {limits.forming_s:g} s."
+        limit = f"{limits.forming_s:g} s (forming_timeout_s)"
+        text = f"Only {present} of {state.n_slots} hosts registered within {limit}."
         return end(state, Phase.HALTED, NO_SPARE_LEFT, text)
     late = list(bitset.items(state.needed & ~state.acked))
     hosts = ", ".join(host_of(state, view.slots[slot]) for slot in late)
     is_last_try = state.attempts >= limits.max_attempts
     match view.phase:
         case Phase.FORMING:
-            reason = f"Snapshot 0 is not complete on {hosts} after {limits.forming_s:g} s."
+            reason = (
+                f"Snapshot 0 is not complete on {hosts} after {limits.forming_s:g} s (forming_timeout_s)."
+            )
             if is_last_try:
                 return end(state, Phase.HALTED, USER_ERROR, f"{reason} Giving up.")
             is_theirs = len(late) < state.n_slots and len(late) <= len(state.spares)

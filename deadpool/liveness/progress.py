@@ -252,7 +252,10 @@ class ProgressWatch:
         reports = []
         for rank, watched in sorted(self._watched.items()):
             sample = watched.page.sample()
-            is_first = _is_first_step(sample) and self._checked_s - watched.step_s < self._limit_s(sample)
+            # One that waits in a collective itself keeps nobody waiting.
+            waits = any(completed < issued for _, issued, completed, _ in sample.handles)
+            is_young = self._checked_s - watched.step_s < self._limit_s(sample)
+            is_first = _is_first_step(sample) and is_young and not waits
             reports.append(
                 WorkerProgress(
                     rank=rank,

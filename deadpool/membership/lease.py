@@ -103,22 +103,39 @@ class LeaseKeeper:
     def start(self) -> Lease:
         """Grant and enrol now, in the caller's thread; then keep.
 
+        A store that does not answer in time is asked again for one TTL: thousands of hosts start at once.
+
         Raises:
             MembershipError: granting or enrolling failed; nothing was started, and no lease is left behind.
         """
-        self._grant()
-        try:
-            self._enrol(self.lease, False)
-        except MembershipError:
-            self._revoke()
-            raise
+        give_up_s = self._clock() + self._ttl_s
+        while not self._try_to_start(give_up_s):
+            self._wake.wait(_RETRY_PAUSE_S)
         self._enrolled = True
         self._deadline_s = self._lease_until_s
         self._thread.start()
         return self.lease
 
+    def _try_to_start(self, give_up_s: float) -> bool:
+        try:
+            if self._lease is None:
+                self._grant()
+            self._enrol(self.lease, False)
+        except MembershipError as error:
+            if isinstance(error, StoreUnavailable) and self._clock() < give_up_s:
+                return False
+            if self._lease is not None:
+                self._revoke()
+            raise
+        return True
+
     def renew_now(self) -> None:
         """Renew without waiting for the next turn, as after a hint that etcd is back."""
+        self._wake.set()
+
+    def enrol_again(self) -> None:
+        """The store shows this member no more, whatever the lease says: enrol anew at once."""
+        self._enrolled = False
         self._wake.set()
 
     def close(self, *, revoke: bool = True) -> None:

@@ -68,7 +68,6 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 STOP_WORKERS_S = 5.0
 START_STORE_S = 10.0  # an election of etcd, or a handshake while every core of this host is busy
-START_TIMEOUT_S = 300.0  # imports of the workers on a slow file system
 
 
 class Agent:
@@ -155,6 +154,7 @@ class Agent:
             EndingCallbacks(
                 pid_of=lambda member: self._members[member].pid if member in self._members else None,
                 protected=lambda: self.protection.protected,
+                job_view=lambda: self.host.view if self.is_member else None,
                 ranks=lambda: self.host.ranks(),
                 begun=lambda: self.peers.stop_judging(),
                 summarise=self._summarise,
@@ -168,10 +168,9 @@ class Agent:
         self.watch: Watch | None = None
 
     def _start(self) -> None:
-        config = self.config
         self.store_client.connect(START_STORE_S)
-        self.token = claim_token(self.registry, config, self._launch, self.host_label)
-        self.workforce.start(config.job.nproc_per_node)
+        self.token = claim_token(self.registry, self.config, self._launch, self.host_label)
+        self.workforce.start(self.config.job.nproc_per_node)
         self._start_servers()
         self._wait_until_parked()
         self.member = describe_member(
@@ -179,14 +178,14 @@ class Agent:
             self.host_label,
             (self.address, self._control_port),
             self.servers,
-            config,
+            self.config,
             self.workforce.versions,
         )
         self._make_parts()
         self.is_member = True
         self.lease = LeaseKeeper(
             self.store_client,
-            config.membership.lease_ttl_s,
+            self.config.membership.lease_ttl_s,
             enrol=self._enrol,
             on_lost=lambda error: self.post(self._on_replaced, str(error)),
         )
@@ -310,10 +309,11 @@ class Agent:
 
     def _wait_until_parked(self) -> None:
         """Imports and self-test of the workers; only then is this host worth registering."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        limit_s = self.config.membership.start_timeout_s
+        deadline = time.monotonic() + limit_s
         while any(worker.state is WorkerState.STARTING for worker in self.workforce.workers):
             if time.monotonic() > deadline:
-                raise DeadPoolError(f"workers of {self.host_label} took over {START_TIMEOUT_S:g} s to start")
+                raise DeadPoolError(f"its workers took over {limit_s:g} s (start_timeout_s) to start")
             self.ending.check_signal(None)
             self._take(TICK_S)
 
@@ -343,9 +343,8 @@ class Agent:
         self._check_lease()
         if self.ending.view is None:
             self.courier.report(self.stalls.check(self.host.view))
-        lease = self.lease if self._reached and self.ending.view is None else None
-        if lease is not None:
-            self.leadership.tick(lease.lease)
+        if self.lease is not None and self._reached and self.ending.view is None:
+            self.leadership.tick(self.lease.lease)
         self._lead_protection()
         self.waits.tick(self.host.view, len(self._members))
         self.ending.check()
@@ -366,7 +365,8 @@ class Agent:
         if self.lease is not None:
             self.lease.close()
             try:
-                self.registry.erase_if_last(self.token)
+                if self.ending.is_of_job():
+                    self.registry.erase_if_last(self.token)
             except StoreUnavailable as error:
                 logger.info("the job's keys are left to the next start: %s", error)
         self.memory.close()
@@ -384,7 +384,9 @@ class Agent:
                 self.peers.set_members(self._members)
                 self.leadership.act(lambda leader: leader.joined(member))
             case MemberGone(member_id=member_id):
-                if member_id != self.id:
+                if member_id == self.id and self.lease is not None:
+                    self.lease.enrol_again()  # or hear why not
+                else:
                     self._members.pop(member_id, None)
                     self.peers.set_members(self._members)
                 self.leadership.on_member_gone(member_id)

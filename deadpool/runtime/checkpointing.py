@@ -22,8 +22,10 @@ from deadpool.snapshot.layout import Layout
 from deadpool.store.checkpoint import (
     Manifest,
     Shard,
+    find_durable,
     latest_complete,
     prune,
+    read_manifest,
     read_shard,
     write_manifest,
     write_shard,
@@ -129,7 +131,7 @@ class CheckpointTier:
     def is_durable(self, name: Name) -> bool:
         """Whether a complete checkpoint of `name`, or a newer one, is in the folder."""
         if self.complete is None or self.complete < name:
-            self.find()
+            self.complete = find_durable(self.root, name) or self.complete
         return self.complete is not None and self.complete >= name
 
     def find(self) -> Name | None:
@@ -181,8 +183,8 @@ class CheckpointTier:
             thread.join(JOIN_TIMEOUT_S)
 
     def _manifest(self, name: Name) -> Manifest:
-        manifest = latest_complete(self.root)
-        if manifest is None or manifest.name != name:
+        manifest = read_manifest(self.root, name)
+        if manifest is None:
             raise SnapshotError(f"the checkpoint of step {name.step} in {self.root} is not complete")
         return manifest
 

@@ -44,6 +44,7 @@ class EndingCallbacks:
 
     pid_of: Callable[[MemberId], int | None]
     protected: Callable[[], Name | None]
+    job_view: Callable[[], View | None]  # the newest View that this host has seen
     ranks: Callable[[], range]  # of this host's slot; empty for a spare
     begun: Callable[[], None]  # the end has begun: hosts that leave are no news
     summarise: Callable[[], None]
@@ -99,6 +100,13 @@ class Ending:
         else:
             self._workforce.exit_all(view.exit_code or int(ExitCode.USER_ERROR), view.reason)
 
+    def is_of_job(self) -> bool:
+        """Whether the job ends with this host, if it is the last: not if it was replaced, or failed alone.
+
+        Before the first View others may still load, and register later: what is here is theirs.
+        """
+        return self.view is not None or (bool(self.signal) and self._callbacks.job_view() is not None)
+
     def give_up(self, why: str) -> None:
         """This host is of no use to the job."""
         self._log.emit("agent.failed", reason=why)
@@ -151,11 +159,21 @@ class Ending:
         if not self._flush_by_s:
             self._flush_by_s = now_s + self._grace_s
             self._callbacks.begun()
-        protected = self._callbacks.protected()
+        protected = self._callbacks.protected() or self._restored()
         if protected is not None and (self._flushed is None or protected > self._flushed):
             self._flushed = protected  # hosts hear of a commit at different times: the newest is there on all
             checkpoints.save(self._callbacks.ranks(), protected)
             self._flush_from = self._flush_from or protected
-        is_done = self._flush_from is None or checkpoints.is_durable(self._flush_from)
-        if is_done or now_s > self._flush_by_s:
+        if now_s > self._flush_by_s or self._is_flushed(checkpoints):
             raise AgentEnd(int(ExitCode.TERMINATED), "SIGTERM")
+
+    def _is_flushed(self, checkpoints: CheckpointTier) -> bool:
+        if self._flush_from is None:  # nothing was ever committed; in a recovery, that is not known yet
+            view = self._callbacks.job_view()
+            return view is None or view.phase not in (Phase.ABORTING, Phase.RESTORING)
+        return checkpoints.is_durable(self._flush_from)
+
+    def _restored(self) -> Name | None:
+        """What the last recovery went back to: every owner has it, also while no holder has it again."""
+        view = self._callbacks.job_view()
+        return view.rollback if view is not None and view.phase in (Phase.RUNNING, Phase.STALLED) else None

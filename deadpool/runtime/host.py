@@ -309,17 +309,13 @@ class Host:
         if view is None or view.phase is not Phase.ABORTING or generation.abort_acked or self.slot is None:
             return
         workforce = self._parts.workforce
-        if any(worker.state is WorkerState.ABORTING for worker in workforce.workers):
+        if any(worker.state is WorkerState.ABORTING and not worker.is_stuck for worker in workforce.workers):
             return
         generation.abort_acked = True
         parts = self._parts
         parts.server.set_generation(view.generation)
         inventory = parts.store.inventory()
-        lost = tuple(
-            rank
-            for rank in self.ranks()
-            if (worker := workforce.by_rank(rank)) is None or worker.state is WorkerState.BUILDING
-        )
+        lost = tuple(rank for rank in self.ranks() if workforce.is_lost(rank))
         last_step = max((worker.finished_step for worker in workforce.workers), default=0)
         ack = Ack(
             member=self._member.id,
@@ -467,6 +463,7 @@ class Host:
         self._parts.log.emit("worker.unreaped", rank=worker.rank, pid=worker.handle.pid)
         text = f"process {worker.handle.pid} was killed and does not end"
         self._faults.report(FaultKind.DEVICE, (worker.rank,), text, worker.finished_now() + 1)
+        self._check_quiet()  # its copies are whole, and others wait for them
 
     def on_lost(self, worker: Worker, cause: str) -> None:
         """A worker is gone. Its copies stay; a fresh one starts once a View says that the slot stays here."""
@@ -478,9 +475,7 @@ class Host:
             if self._parked_losses > RESPAWNS_OF_PARKED:
                 self._callbacks.broken(f"a parked worker {cause}, {self._parked_losses} times")
                 return
-            self._parts.workforce.replace(local_rank)
-            return
-        if view is None:
+        if worker.handle.is_parked or view is None:
             self._parts.workforce.replace(local_rank)
             return
         if view.phase is Phase.ABORTING and not generation.abort_acked:

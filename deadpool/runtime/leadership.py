@@ -157,6 +157,7 @@ def limits_of(config: Config) -> membership.Limits:
     workers_s = waits.close_timeout_s + waits.abort_timeout_s + waits.unwind_timeout_s
     return membership.Limits(
         lease_ttl_s=member.lease_ttl_s,
+        forming_s=member.forming_timeout_s,
         suspect_s=member.suspect_s,
         abort_s=workers_s + waits.ack_timeout_s,
         restore_s=waits.rebuild_timeout_s + waits.ack_timeout_s,

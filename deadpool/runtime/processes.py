@@ -184,5 +184,6 @@ class WorkerHandle:
             at_line_start = text.endswith("\n")
             if at_line_start:
                 marked = marked.removesuffix(mark)
-            sys.stdout.write(marked)
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # nobody reads, or the disk is full: the worker must not block
+                sys.stdout.write(marked)
+                sys.stdout.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import msgspec
 
 from deadpool.core.types import MemberId, View
 from deadpool.events import boottime_s
+
+logger = logging.getLogger(__name__)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -41,7 +44,10 @@ def write_result(run_dir: Path, view: View, pids: list[int]) -> None:
         pids=tuple(pids),
         members=view.slots,
     )
-    write_json(run_dir / "result.json", msgspec.to_builtins(result))
+    try:
+        write_json(run_dir / "result.json", msgspec.to_builtins(result))
+    except OSError as error:  # the workers' scripts go on behind `wrap` all the same
+        logger.warning("%s: how the job ended could not be written: %s", run_dir, error)
 
 
 def read_result(run_dir: Path) -> RunResult:
@@ -52,10 +58,18 @@ def read_result(run_dir: Path) -> RunResult:
         return RunResult()
 
 
+def _append(path: Path, line: object) -> None:
+    """One write, so that lines never mix. What is lost for a full disk is a note for people, no state."""
+    try:
+        with open(path, "ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+    except OSError as error:
+        logger.warning("%s: a line could not be written: %s", path, error)
+
+
 def note_agent(run_dir: Path, member: MemberId, address: str, port: int) -> None:
     """Append a line to `agents.jsonl`: where `deadpool status` finds this agent when etcd is away."""
-    with open(run_dir / "agents.jsonl", "ab", buffering=0) as file:  # one write: lines never mix
-        file.write(json.dumps({"member": member, "address": f"{address}:{port}"}).encode() + b"\n")
+    _append(run_dir / "agents.jsonl", {"member": member, "address": f"{address}:{port}"})
 
 
 def note_worker(run_dir: Path, member: MemberId, rank: int, pid: int, generation: int, role: str) -> None:
@@ -68,5 +82,4 @@ def note_worker(run_dir: Path, member: MemberId, rank: int, pid: int, generation
         "monotonic_s": boottime_s(),
         "role": role,
     }
-    with open(run_dir / "workers.jsonl", "ab", buffering=0) as file:  # one write: lines never mix
-        file.write(json.dumps(line).encode() + b"\n")
+    _append(run_dir / "workers.jsonl", line)

@@ -73,6 +73,7 @@ class Worker:
     close_deadline_s: float = 0.0  # 0: not waiting
     unwind_deadline_s: float = 0.0
     reap_deadline_s: float = 0.0
+    is_stuck: bool = False  # killed, and the kernel does not let it end
     generation: int = 0
     finished_step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -286,6 +287,7 @@ class Workforce:
                 and worker.state is not WorkerState.GONE
             ):
                 worker.reap_deadline_s = 0.0
+                worker.is_stuck = True
                 self._callbacks.unreaped(worker)
             if worker.state is not WorkerState.ABORTING:
                 continue
@@ -296,6 +298,11 @@ class Workforce:
                 self._kill_for(worker, "did not unwind to wrap in time (unwind_timeout_s)")
 
     # ---- questions -----------------------------------------------------------------------------------
+
+    def is_lost(self, rank: int) -> bool:
+        """Whether nobody goes on as this rank from where an abort left it."""
+        worker = self.by_rank(rank)
+        return worker is None or worker.is_stuck or worker.state is WorkerState.BUILDING
 
     def tell(self, rank: int, message: AgentToWorker) -> None:
         """Send a message to the worker of a rank, if there is one."""

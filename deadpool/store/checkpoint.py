@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -159,13 +159,31 @@ def write_manifest(
 
 def complete_manifests(root: Path) -> tuple[Manifest, ...]:
     """All complete checkpoints, newest first. One whose shards do not match its manifest is left out."""
-    manifests = (_read_manifest(folder) for folder in _folders(root))
-    return tuple(sorted((m for m in manifests if m is not None), key=lambda m: m.name, reverse=True))
+    return tuple(_complete(root))
 
 
 def latest_complete(root: Path) -> Manifest | None:
-    """The newest complete checkpoint."""
-    return next(iter(complete_manifests(root)), None)
+    """The newest complete checkpoint. Opens every shard of it, and of newer ones that are not complete."""
+    return next(_complete(root), None)
+
+
+def find_durable(root: Path, name: Name) -> Name | None:
+    """The newest checkpoint with a manifest, which comes last, if it is `name` or newer. Opens no file."""
+    newest = next((folder for folder in _newest_first(root) if (folder / _MANIFEST_FILE).is_file()), None)
+    return _name_of(newest) if newest is not None and _name_of(newest) >= name else None
+
+
+def read_manifest(root: Path, name: Name) -> Manifest | None:
+    """The manifest of one checkpoint, None if there is none. Its shards are for `read_shard` to check."""
+    return _decode_manifest(folder_of(root, name))
+
+
+def _complete(root: Path) -> Iterator[Manifest]:
+    return (found for folder in _newest_first(root) if (found := _read_manifest(folder)) is not None)
+
+
+def _newest_first(root: Path) -> list[Path]:
+    return sorted(_folders(root), key=_name_of, reverse=True)
 
 
 def read_shard(
@@ -234,7 +252,7 @@ def _name_of(folder: Path) -> Name:
     return Name(step=int(match[1]), generation=int(match[2]))
 
 
-def _read_manifest(folder: Path) -> Manifest | None:
+def _decode_manifest(folder: Path) -> Manifest | None:
     path = folder / _MANIFEST_FILE
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
@@ -243,8 +261,17 @@ def _read_manifest(folder: Path) -> Manifest | None:
     except msgspec.DecodeError as error:
         logger.warning("checkpoint %s does not count: its manifest cannot be read: %s", folder, error)
         return None
-    problem = "its manifest is of another step" if manifest.name != _name_of(folder) else None
-    problem = problem or _problem_of(folder, manifest)
+    if manifest.name != _name_of(folder):
+        logger.warning("checkpoint %s does not count: its manifest is of another step", folder)
+        return None
+    return manifest
+
+
+def _read_manifest(folder: Path) -> Manifest | None:
+    manifest = _decode_manifest(folder)
+    if manifest is None:
+        return None
+    problem = _problem_of(folder, manifest)
     if problem:
         logger.warning("checkpoint %s does not count: %s", folder, problem)
         return None

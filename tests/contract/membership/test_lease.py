@@ -236,3 +236,32 @@ def test_an_enrolment_that_fails_for_want_of_the_store_is_tried_again_until_it_w
     assert attempts == [False, True, True, True]
     assert keeper.lease.id != first.id
     keeper.close()
+
+
+def test_a_first_enrolment_that_the_store_is_too_busy_for_is_tried_again_with_the_same_lease() -> None:
+    store: MembershipStore = MemoryStore(MemoryServer())
+    leases: list[LeaseId] = []
+
+    def enrol(lease: Lease, again: bool) -> None:
+        leases.append(lease.id)
+        if len(leases) < 3:
+            raise StoreUnavailable("as the test wants it")
+
+    keeper = LeaseKeeper(store, 30.0, enrol=enrol, on_lost=Recorder())
+    keeper.start()
+    assert leases == [keeper.lease.id] * 3
+    keeper.close()
+
+
+def test_a_member_that_the_store_has_lost_while_its_lease_is_good_enrols_again_when_told(
+    registry: Registry,
+) -> None:
+    keeper = LeaseKeeper(registry.store, 30.0, enrol=Enrolment(registry), on_lost=Recorder())
+    keeper.start()
+    publish(registry, (MEMBER.id,))
+    registry.store.delete(f"{registry.members_prefix}{MEMBER.id}")
+
+    keeper.enrol_again()
+
+    wait_until(lambda: MEMBER in registry.members())
+    keeper.close()

@@ -159,7 +159,7 @@ def test_limits_are_described_in_the_order_in_which_they_fire() -> None:
     config = load_config(arguments={"liveness.progress_timeout_s": 0.5})
     described = config.describe_limits()
     assert described.startswith("heartbeat_interval 0.25 s, progress_timeout 0.5 s, silence_suspect 1 s, ")
-    assert described.endswith("spare_wait 300 s, collective_timeout 600 s")
+    assert described.endswith("start_timeout 300 s, collective_timeout 600 s, forming_timeout 600 s")
 
 
 def test_workers_get_no_secrets_neither_in_their_configuration_nor_in_their_environment() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import threading
 from pathlib import Path
@@ -95,6 +96,21 @@ def test_a_full_disk_ends_nothing() -> None:
     log.emit("run.finished", exit_code=0, reason="done")
     assert log.lost_lines == 2
     log.close()
+
+
+def test_a_console_that_nobody_reads_any_more_ends_nothing(tmp_path: Path) -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+
+        def say(line: str) -> None:
+            print(line, file=full, flush=True)
+
+        log = EventLog(tmp_path / "events.jsonl", "run", "h0", strict=True, console=say)
+        for _ in range(2):
+            log.emit("run.finished", exit_code=0, reason="done")
+        log.close()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 2
 
 
 def test_every_name_has_a_sentence_and_the_phases_are_those_of_the_design() -> None:

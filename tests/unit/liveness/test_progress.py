@@ -182,6 +182,17 @@ def test_the_first_step_of_a_process_has_a_limit_of_its_own_and_may_keep_others_
     assert not watch.report()[0].is_quiet
 
 
+def test_a_rank_in_its_first_step_that_waits_in_a_collective_keeps_nobody_waiting(page: WorkerPage) -> None:
+    native = Native(page.fd)
+    native.put(72, 1)
+    native.put(ENTRIES_OFFSET, 99, 12, 11, 1024)
+    watch = ProgressWatch(CONFIG)
+    watch.add(3, page, 0.0)
+    watch.check(0.0)
+    assert not watch.report()[0].is_quiet
+    native.close()
+
+
 def test_slow_steps_get_three_medians(rig: Rig) -> None:
     for step in (1, 2):
         rig.page.finish_step(step, 1, 5_000_000_000)

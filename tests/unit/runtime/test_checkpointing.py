@@ -220,15 +220,15 @@ def test_a_step_is_written_once_however_often_it_is_asked_for(job: Job, events: 
     assert len(read_events(events, "checkpoint.written")) == WORLD_SIZE
 
 
-def test_the_newest_complete_checkpoint_is_found_and_an_older_one_is_not_loaded_in_its_place(
-    job: Job,
-) -> None:
+def test_the_newest_complete_checkpoint_is_found_and_none_is_loaded_in_the_place_of_another(job: Job) -> None:
     job.save(FIVE)
     job.save(NINE)
     assert job.hosts[1].tier.find() == NINE
     assert job.hosts[1].tier.is_durable(FIVE)
-    with pytest.raises(SnapshotError, match="step 5"):
-        job.hosts[1].load(FIVE, job.hosts[1].segment(), 1)
+    twelve = Name(step=12, generation=1)
+    assert not job.hosts[1].tier.is_durable(twelve)
+    with pytest.raises(SnapshotError, match="step 12"):
+        job.hosts[1].load(twelve, job.hosts[1].segment(), 1)
 
 
 def test_a_capture_may_overwrite_the_bank_as_soon_as_it_is_copied(job: Job) -> None:

@@ -22,15 +22,25 @@ def test_a_host_that_hears_of_etcd_before_it_reaches_it_may_renew_first() -> Non
     cut_off = CutOff(GRACE_S)
     judge(cut_off, 100.0)
     assert not judge(cut_off, 100.1, reaches=True)
-    assert not judge(cut_off, 103.0, reaches=True)
-    assert not judge(cut_off, 103.2, overdue=False, reaches=True)
+    assert not judge(cut_off, 101.0, reaches=True)
+    assert not judge(cut_off, 101.2, overdue=False, reaches=True)
     assert not judge(cut_off, 200.0, reaches=True), "a new grace for a new outage"
 
 
 def test_a_host_that_is_cut_off_alone_ends_after_the_grace() -> None:
     cut_off = CutOff(GRACE_S)
-    assert not judge(cut_off, 50.0, reaches=True)
+    for tenth in range(30):
+        assert not judge(cut_off, 50.0 + tenth / 10, reaches=True)
     assert "while peers reach" in judge(cut_off, 50.0 + GRACE_S, reaches=True)
+
+
+def test_a_host_that_was_suspended_may_first_hear_what_was_sent_meanwhile_and_renew() -> None:
+    for reaches in (False, True):
+        cut_off = CutOff(GRACE_S)
+        assert not judge(cut_off, 50.0, overdue=False)
+        for tenth in range(30):
+            assert not judge(cut_off, 500.0 + tenth / 10, heard=reaches, reaches=reaches)
+        assert judge(cut_off, 500.0 + GRACE_S, heard=reaches, reaches=reaches)
 
 
 def test_a_peer_that_loses_etcd_again_ends_the_count() -> None:

@@ -220,6 +220,21 @@ def test_the_newest_two_stay_and_the_last_complete_one_always(tmp_path: Path) ->
     assert [manifest.name for manifest in checkpoint.complete_manifests(tmp_path)] == [THIRD]
 
 
+def test_a_named_checkpoint_is_found_by_its_manifest_alone_and_only_a_newer_one_will_do_instead(
+    tmp_path: Path,
+) -> None:
+    first, second, third = (Name(step=step, generation=1) for step in (5, 10, 15))
+    manifest = write_whole(tmp_path, second)
+    write_shards(tmp_path, third)  # no manifest
+    for shard in (tmp_path / "step-10.g1").glob("*.shard"):
+        shard.unlink()
+    assert checkpoint.read_manifest(tmp_path, second) == manifest
+    assert checkpoint.read_manifest(tmp_path, third) is None
+    assert checkpoint.find_durable(tmp_path, first) == second
+    assert checkpoint.find_durable(tmp_path, second) == second
+    assert checkpoint.find_durable(tmp_path, third) is None
+
+
 def test_without_a_complete_one_nothing_is_deleted(tmp_path: Path) -> None:
     write_shards(tmp_path, FIRST, range(2))
     assert checkpoint.prune(tmp_path) == ()
