@@ -135,13 +135,15 @@ class Ending:
         raise AgentEnd(code, view.reason)
 
     def check_store(self, view: View | None, is_reached: bool) -> None:
-        """No recovery can end without the control plane: give up after a while."""
+        """No job can form and no recovery can end without the control plane: give up after a while."""
         now_s = time.monotonic()
-        if is_reached or view is None or view.phase in (Phase.RUNNING, Phase.FINISHED, Phase.HALTED):
+        if is_reached or (view and view.phase in (Phase.RUNNING, Phase.FINISHED, Phase.HALTED)):
             self._unreached_since_s = now_s
         elif now_s - self._unreached_since_s > STORE_LIMIT_S:
             code = int(ExitCode.CONTROL_PLANE_UNREACHABLE)
-            raise AgentEnd(code, f"no control plane for {STORE_LIMIT_S:g} s during a recovery")
+            raise AgentEnd(
+                code, f"no control plane for {STORE_LIMIT_S:g} s while the job forms or recovers"
+            )
 
     def check_signal(self, checkpoints: CheckpointTier | None) -> None:
         """Ctrl-C ends at once; SIGTERM (pre-emption) first makes the last protected step durable.

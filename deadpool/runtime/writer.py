@@ -55,12 +55,15 @@ class RegistryWriter:
             if job is None:
                 return
             generation, what, write = job
+            has_failed = False
             while generation >= self._generation:
                 try:
                     write()
                     break
                 except (StoreUnavailable, LeaseLost) as error:
-                    logger.debug("%s is tried again: %s", what, error)
+                    log = logger.debug if has_failed else logger.warning
+                    log("the %s is not written to etcd yet, and tried again: %s", what, error)
+                    has_failed = True
                 except MembershipError as error:
                     logger.warning("%s was not written: %s", what, error)
                     break
