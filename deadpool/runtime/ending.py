@@ -141,9 +141,7 @@ class Ending:
             self._unreached_since_s = now_s
         elif now_s - self._unreached_since_s > STORE_LIMIT_S:
             code = int(ExitCode.CONTROL_PLANE_UNREACHABLE)
-            raise AgentEnd(
-                code, f"no control plane for {STORE_LIMIT_S:g} s while the job forms or recovers"
-            )
+            raise AgentEnd(code, f"no control plane for {STORE_LIMIT_S:g} s while the job forms or recovers")
 
     def check_signal(self, checkpoints: CheckpointTier | None) -> None:
         """Ctrl-C ends at once; SIGTERM (pre-emption) first makes the last protected step durable.

@@ -17,6 +17,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -47,6 +48,7 @@ UPSTREAM_NAMES = (
 )
 """What is replaced in, or called from, megatron/training/training.py."""
 
+_TRACKER = "latest_checkpointed_iteration.txt"  # what Megatron reads to find its newest checkpoint
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 
 # Arguments with which the loop keeps state that this adaptor does not know, and why they are refused.
@@ -276,11 +278,18 @@ class _Loop:
 
 def find_problems(args: Any) -> list[str]:
     """Arguments of Megatron-LM that are refused, each with the reason."""
-    return [
+    problems = [
         f"--{name.replace('_', '-')} is not supported: {why}"
         for name, is_refused, why in _REFUSALS
         if is_refused(getattr(args, name, None))
     ]
+    load, save = getattr(args, "load", None), getattr(args, "save", None)
+    if load and load == save and not (Path(load) / _TRACKER).is_file():
+        problems.append(
+            f"--load {load} holds no checkpoint yet, and --save puts one there: a spare that takes over "
+            "later would load it where the others have loaded nothing. Leave --load out of the first launch"
+        )
+    return problems
 
 
 def _reset_rerun(machine: Any) -> None:

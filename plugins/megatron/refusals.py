@@ -39,6 +39,22 @@ _MODEL_REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         "CUDA graphs (cuda_graph_impl) are not supported: a captured graph holds aborted communicators",
     ),
     (
+        lambda config: getattr(config, "tp_comm_overlap", False),
+        "userbuffers (tp_comm_overlap) are not supported: they map the memory of ranks that may die",
+    ),
+    (
+        lambda config: getattr(config, "symmetric_ar_type", None) is not None,
+        "symmetric memory (symmetric_ar_type) is not supported: it maps the memory of ranks that may die",
+    ),
+    (
+        lambda config: getattr(config, "qk_clip", False),
+        "QK clipping (qk_clip) is not supported: it scales masters and parameters each for itself",
+    ),
+    (
+        lambda config: getattr(config, "defer_embedding_wgrad_compute", False),
+        "deferred embedding gradients (defer_embedding_wgrad_compute) are not supported",
+    ),
+    (
         lambda config: config.sequence_parallel and not _has_transformer_engine(),
         "sequence parallelism (sequence_parallel) needs Transformer Engine, which is not installed",
     ),

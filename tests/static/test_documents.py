@@ -31,9 +31,9 @@ USER_DOCUMENTS = [path for path in DOCUMENTS if "adr" not in path.parts and path
 OTHER_PROGRAMS = {"--no-build-isolation"} | {
     *("--tp", "--pp", "--vpp", "--dtype", "--overlap", "--optimizer", "--steps"),  # examples/megatron_gpt.py
     *("--inprocess-restart", "--async-save", "--dataloader-type", "--use-torch-fsdp2"),  # Megatron-LM
-    *("--optimizer-cuda-graph", "--hybrid-context-parallel"),
+    *("--optimizer-cuda-graph", "--hybrid-context-parallel", "--load", "--save"),
 }
-SLURM_OPTIONS = {"--jobs", "--no-kill", "--no-requeue", "--nodes", "--signal", "--steps"}
+SLURM_OPTIONS = {"--export", "--jobs", "--no-kill", "--no-requeue", "--nodes", "--signal", "--steps"}
 """Flags that documents name and that are not ours."""
 
 TEST_SWITCHES = "DEADPOOL_NO_SKIP"

@@ -113,16 +113,16 @@ def end_without_batch_host(run_dir: Path, job: SlurmJob, node: str, job_ends: th
     code, reason = conclude(run_dir)
     print(
         f"deadpool: {reason} (code {code}); batch host {job.batch_host} does not answer, so job "
-        f"{job.slurm_id} is cancelled here",
+        f"{job.command_id} is cancelled here",
         file=sys.stderr,
         flush=True,
     )
     settle(run_dir, job, code)
     try:
-        tools.call("scancel", job.slurm_id)
+        tools.call("scancel", job.command_id)
     except tools.SlurmFailed as error:
         if not job_ends.is_set():  # else the job's end has ended this command, too
-            print(f"deadpool: end job {job.slurm_id} by hand: {error}", file=sys.stderr, flush=True)
+            print(f"deadpool: end job {job.command_id} by hand: {error}", file=sys.stderr, flush=True)
     return True
 
 
@@ -182,7 +182,7 @@ def submit_again(run_dir: Path, job: SlurmJob) -> None:
         return
     mark = run_dir / RESUBMITTED
     try:
-        if _was_cancelled(job.slurm_id):
+        if _was_cancelled(job.command_id):
             print(
                 "deadpool: the job was cancelled, so it is not submitted again", file=sys.stderr, flush=True
             )
@@ -209,11 +209,16 @@ def _run_requeue(run_dir: Path, job: SlurmJob) -> str:
     if job.requeue == "sbatch":
         nodes = f"--nodes={len(job.nodes)}"
         script = str(run_dir / "job.sbatch")
-        return tools.call("sbatch", "--parsable", nodes, *job.submit_options, script, environment=environment)
+        options = [nodes, *job.submit_options]
+        if job.array is not None:  # this task alone, whatever the script says
+            options.append(f"--array={job.array[1]}")
+        if os.environ.get("SLURM_EXPORT_ENV") == "NONE":  # as the script asks; but the job id has to arrive
+            options.append("--export=DEADPOOL_JOB_JOB_ID")
+        return tools.call("sbatch", "--parsable", *options, script, environment=environment)
     if job.requeue == "scontrol":
-        tools.call("scontrol", "update", f"JobId={job.slurm_id}", "Requeue=1")
-        tools.call("scontrol", "requeue", job.slurm_id)
-        return job.slurm_id
+        tools.call("scontrol", "update", f"JobId={job.command_id}", "Requeue=1")
+        tools.call("scontrol", "requeue", job.command_id)
+        return job.command_id
     return tools.call(*shlex.split(job.requeue), environment=environment)
 
 

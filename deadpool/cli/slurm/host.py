@@ -6,6 +6,7 @@ outlives a host that was lost, and serves the others until they have ended.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -65,12 +66,13 @@ def _run_agent(
         "token": job.token,
         "parent": os.getpid(),
     }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deadpool.runtime.agent_main"],
-        env={**environment, ENVIRONMENT: json.dumps(handover)},
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # the warning signal reaches it once, through us
-    )
+    with signals.ignored_by_children():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deadpool.runtime.agent_main"],
+            env={**environment, ENVIRONMENT: json.dumps(handover)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # the warning signal reaches it once, through us
+        )
     signals.forward_to(process)
     code = process.wait()
     signals.forward_to(None)
@@ -85,11 +87,24 @@ class _Signals:
 
     def __init__(self, warning: str) -> None:
         self.job_ends = threading.Event()
+        self._warning = signal.Signals[f"SIG{warning}"]
         self._process: subprocess.Popen[bytes] | None = None
         self._has_begun = False
         self._early = 0  # arrived before the agent was there
-        for number in {signal.SIGINT, signal.SIGTERM, signal.Signals[f"SIG{warning}"]}:
+        for number in {signal.SIGINT, signal.SIGTERM, self._warning}:
             signal.signal(number, self._on_signal)
+
+    @contextlib.contextmanager
+    def ignored_by_children(self) -> Iterator[None]:
+        """Slurm may signal every process of a step, and USR1 would end those that do not expect it."""
+        if self._warning in (signal.SIGTERM, signal.SIGINT):
+            yield  # agents and workers know these
+            return
+        handler = signal.signal(self._warning, signal.SIG_IGN)  # inherited, through exec, too
+        try:
+            yield
+        finally:
+            signal.signal(self._warning, handler)
 
     def forward_to(self, process: subprocess.Popen[bytes] | None) -> None:
         self._process = process

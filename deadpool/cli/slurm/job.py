@@ -40,7 +40,8 @@ class EtcdNode(msgspec.Struct, frozen=True, kw_only=True):
 class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     """One submission of a job."""
 
-    slurm_id: str  # what scancel takes: the id of this job, also of an array's task
+    slurm_id: str  # of this job alone, what srun and salloc take
+    array: tuple[str, str] | None = None  # id of the array, and this task's in it
     token: str
     config: bytes  # of the job, complete
     nodes: tuple[str, ...]  # the allocation as it was at the start
@@ -50,6 +51,11 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     requeue: str = "sbatch"  # sbatch, scontrol, none, or a command
     warning_signal: str = "TERM"
     submit_options: tuple[str, ...] = ()  # of sbatch and salloc, as this job was given them
+
+    @property
+    def command_id(self) -> str:
+        """What scancel and scontrol take: they read the number of an array's last task as the whole array."""
+        return self.slurm_id if self.array is None else "_".join(self.array)
 
     def decode_config(self) -> Config:
         return Config.from_bytes(self.config)

@@ -42,7 +42,9 @@ def prepare(config: Config, wishes: Wishes, environment: Mapping[str, str] = os.
         )
     slurm_id = environment["SLURM_JOB_ID"]
     nodes = tools.expand(environment["SLURM_JOB_NODELIST"])
-    shown = tools.show_job(slurm_id)
+    task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    array = (task[0], task[1]) if task[0] and task[1] else None
+    shown = tools.show_job(slurm_id if array is None else "_".join(array))
     known = tools.show_nodes(nodes)
     problems = _find_problems(config, wishes, nodes)
     if problems:
@@ -67,6 +69,7 @@ def prepare(config: Config, wishes: Wishes, environment: Mapping[str, str] = os.
     port = int(known[batch_host].get("Port") or _slurmd_port())
     job = SlurmJob(
         slurm_id=slurm_id,
+        array=array,
         token=secrets.token_hex(16),
         config=config.to_bytes(),
         nodes=nodes,

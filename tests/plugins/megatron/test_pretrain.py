@@ -136,3 +136,16 @@ def test_counters_checkpoints_and_exit_conditions_are_those_of_an_undisturbed_ru
 def test_two_ranks_are_lost_one_after_the_other(tmp_path: Path) -> None:
     faults = "sigkill:rank=1@step=3 sigkill:rank=0@step=9"
     check_script(SCRIPT, tmp_path, 2, faults, "--overlap", spares=2, limit_s=LIMIT_S)
+
+
+def test_loading_from_an_empty_folder_that_is_saved_to_is_refused_because_a_spare_would_find_more(
+    tmp_path: Path,
+) -> None:
+    from deadpool.plugins.megatron.pretrain import find_problems
+
+    folder = str(tmp_path)
+    (problem,) = find_problems(SimpleNamespace(load=folder, save=folder))
+    assert "Leave --load out of the first launch" in problem
+    assert not find_problems(SimpleNamespace(load=folder, save=str(tmp_path / "other")))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
+    assert not find_problems(SimpleNamespace(load=folder, save=folder))

@@ -277,12 +277,16 @@ def test_a_refused_node_says_what_slurm_must_allow(tmp_path: Path, monkeypatch: 
 def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Submits a job again under fake programs; returns what they were called with."""
 
-    def submit(shown: str, requeue: str = "sbatch", times: int = 1, sbatch: str = "echo 8") -> list[str]:
+    def submit(
+        shown: str, requeue: str = "sbatch", times: int = 1, sbatch: str = "echo 8", array: Any = None
+    ) -> list[str]:
         fake(tmp_path, "scontrol", f"echo JobId=7 {shown}")
         fake(tmp_path, "sbatch", f'echo "id $DEADPOOL_JOB_JOB_ID" >> {tmp_path}/calls', sbatch)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
         config = Config(job=JobConfig(job_id="slurm-3"))
-        job = make_job(config, nodes=("n1", "n2"), requeue=requeue, submit_options=("--qos=normal",))
+        job = make_job(
+            config, nodes=("n1", "n2"), requeue=requeue, submit_options=("--qos=normal",), array=array
+        )
         for _ in range(times):
             submit_again(tmp_path, job)
         calls = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
@@ -297,6 +301,20 @@ def test_a_warned_job_is_submitted_again_once_under_its_own_job_id(
     calls = submitted("JobState=RUNNING", times=2)
     assert calls == [f"sbatch --parsable --nodes=2 --qos=normal {tmp_path}/job.sbatch", "id slurm-3"]
     assert (tmp_path / "resubmitted").read_text() == "8\n"
+
+
+def test_of_an_array_the_task_alone_is_submitted_again_and_its_job_id_arrives_without_an_environment(
+    submitted: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
+    calls = submitted("JobState=RUNNING", array=("6", "1"))
+    options = "--nodes=2 --qos=normal --array=1 --export=DEADPOOL_JOB_JOB_ID"
+    assert calls == [f"sbatch --parsable {options} {tmp_path}/job.sbatch", "id slurm-3"]
+
+
+def test_a_task_of_an_array_is_never_named_by_its_number_alone() -> None:
+    assert make_job(Config(), nodes=("n1",)).command_id == "7"
+    assert make_job(Config(), nodes=("n1",), array=("7", "3")).command_id == "7_3"
 
 
 @pytest.mark.parametrize(
