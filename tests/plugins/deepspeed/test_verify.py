@@ -20,8 +20,8 @@ def check_example(folder: Path, inject: str, *options: str, nnodes: int = 3, spa
     )
 
 
-# By default four runs that together have every value of the matrix below, short ones. The fault comes when steps
-# are committed already: one takes 30 ms, and the first capture some of them.
+# By default four runs that together have every value of the matrix below, short ones. The fault comes
+# when steps are committed already: one takes 30 ms, and the first capture some of them.
 
 
 @pytest.mark.timeout(LIMIT_S + 10)
