@@ -8,7 +8,7 @@ import pytest
 from deadpool.membership.embedded import EmbeddedEtcd
 from deadpool.membership.registry import Registry
 from deadpool.membership.store import MembershipStore
-from tests.contract.membership.support import Backend, EtcdBackend, MemoryBackend
+from tests.contract.membership.support import Backend, EtcdBackend, MemoryBackend, put_claim
 
 _numbers = itertools.count()
 
@@ -46,5 +46,11 @@ def prefix() -> str:
 
 
 @pytest.fixture
-def registry(store: MembershipStore, prefix: str) -> Registry:
+def unclaimed_registry(store: MembershipStore, prefix: str) -> Registry:
     return Registry(store, prefix.split("/")[2])
+
+
+@pytest.fixture
+def registry(unclaimed_registry: Registry) -> Registry:
+    put_claim(unclaimed_registry)
+    return unclaimed_registry

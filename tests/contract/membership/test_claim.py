@@ -69,8 +69,8 @@ class Job:
 
 
 @pytest.fixture
-def job(backend: Backend, registry: Registry) -> Job:
-    return Job(backend, registry)
+def job(backend: Backend, unclaimed_registry: Registry) -> Job:
+    return Job(backend, unclaimed_registry)
 
 
 def test_a_new_job_is_claimed_at_once(job: Job) -> None:

@@ -27,12 +27,6 @@ from tests.contract.membership.support import (
 MEMBER = make_member(0)
 
 
-@pytest.fixture
-def registry(registry: Registry) -> Registry:
-    put_claim(registry)
-    return registry
-
-
 class Enrolment:
     """Registers one member, and counts how often."""
 

@@ -40,12 +40,6 @@ from tests.contract.membership.support import (
 MEMBERS = tuple(make_member(number) for number in range(4))
 
 
-@pytest.fixture
-def registry(registry: Registry) -> Registry:
-    put_claim(registry)
-    return registry
-
-
 def enrol(registry: Registry, number: int, ttl_s: float = 60.0) -> Lease:
     lease = registry.store.lease_grant(ttl_s)
     registry.register(MEMBERS[number], lease, TOKEN)
