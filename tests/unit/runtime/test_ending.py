@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +13,57 @@ import pytest
 from deadpool.config import Config
 from deadpool.core.types import Name, Phase
 from deadpool.events import EventLog
+from deadpool.runtime.checkpointing import CheckpointCallbacks, CheckpointTier
 from deadpool.runtime.ending import AgentEnd, Ending, EndingCallbacks
 from deadpool.runtime.workforce import Workforce, WorkforceCallbacks
-from tests.unit.runtime.support import WAIT_S, make_view
+from deadpool.store.checkpoint import Shard, complete_manifests
+from deadpool.store.host_memory import HostMemoryStore
+from tests.unit.runtime.support import LAYOUT, WAIT_S, Loop, fill, make_view
+
+BACK_TO = Name(step=6, generation=1)
 
 
 class Checkpoints:
-    """A slow folder: what is saved is not durable yet."""
+    """The checkpoint tier of a host with the job's only rank, which has BACK_TO in its bank.
 
-    def __init__(self) -> None:
-        self.saved: list[Name] = []
+    It is on slow storage: nothing is durable before `run_until_durable`.
+    """
 
-    def save(self, ranks: range, name: Name) -> None:
-        self.saved.append(name)
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._loop = Loop()
+        self._store = HostMemoryStore("h0")
+        segment = self._store.create_own(0, LAYOUT)
+        segment.write_once(b"once")
+        fill(segment, 0, BACK_TO)
+        self.tier = CheckpointTier(
+            root,
+            self._store,
+            1,
+            EventLog(None, "run", "h0"),
+            post=self._loop.post,
+            callbacks=CheckpointCallbacks(
+                written=self._on_written, completed=lambda name: None, may_write=lambda: True
+            ),
+        )
 
-    def is_durable(self, name: Name) -> bool:
-        return False
+    def run_until_durable(self) -> None:
+        self._loop.run_until(lambda: self.tier.is_durable(BACK_TO), f"a checkpoint of {BACK_TO}")
+
+    def close(self) -> None:
+        self.tier.close()
+        self._store.close()
+
+    def _on_written(self, name: Name, shard: Shard) -> None:
+        """This host leads, too."""
+        self.tier.shard_written(name, shard)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Iterator[Checkpoints]:
+    made = Checkpoints(tmp_path / "checkpoints")
+    yield made
+    made.close()
 
 
 def never(*_: object) -> Any:
@@ -62,35 +99,48 @@ def test_a_signal_ends_a_host_at_once_that_has_not_joined_the_job(
     assert end.value.code == code
 
 
-@pytest.mark.parametrize(
-    ("phase", "is_saved", "ends"),
-    [
-        (Phase.RUNNING, True, False),  # once it is durable
-        (Phase.STALLED, True, False),
-        (Phase.ABORTING, False, False),  # until it is known what the recovery goes back to
-        (Phase.RESTORING, False, False),
-        (Phase.FORMING, False, True),
-    ],
-)
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.STALLED])
 def test_sigterm_after_a_recovery_saves_what_it_went_back_to_although_no_holder_has_it_yet(
-    tmp_path: Path, phase: Phase, is_saved: bool, ends: bool
+    tmp_path: Path, checkpoints: Checkpoints, phase: Phase
 ) -> None:
-    back_to = Name(step=6, generation=1)
-    view = make_view(
-        ("a", "b"), generation=2, phase=phase, rollback=back_to if phase is not Phase.FORMING else None
-    )
+    view = make_view(("a", "b"), generation=2, phase=phase, rollback=BACK_TO)
     ending, workforce = make_ending(tmp_path, protected=None, begun=None, ranks=range(1), job_view=view)
-    checkpoints = Checkpoints()
     ending.signal = signal.SIGTERM
     try:
-        if ends:
-            with pytest.raises(AgentEnd):
-                ending.check_signal(checkpoints)  # type: ignore[arg-type]
-        else:
-            ending.check_signal(checkpoints)  # type: ignore[arg-type]
+        ending.check_signal(checkpoints.tier)
+        ending.check_signal(checkpoints.tier)  # not before it is durable
+        checkpoints.run_until_durable()
+        with pytest.raises(AgentEnd) as end:
+            ending.check_signal(checkpoints.tier)
     finally:
         workforce.stop_all(WAIT_S)
-    assert checkpoints.saved == ([back_to] if is_saved else [])
+    assert end.value.code == 143
+    assert [manifest.name for manifest in complete_manifests(checkpoints.root)] == [BACK_TO]
+
+
+@pytest.mark.parametrize(
+    ("phase", "ends"),
+    [
+        (Phase.ABORTING, False),  # until it is known what the recovery goes back to
+        (Phase.RESTORING, False),
+        (Phase.FORMING, True),
+    ],
+)
+def test_sigterm_saves_nothing_where_no_step_is_known_that_every_owner_has(
+    tmp_path: Path, checkpoints: Checkpoints, phase: Phase, ends: bool
+) -> None:
+    view = make_view(
+        ("a", "b"), generation=2, phase=phase, rollback=BACK_TO if phase is not Phase.FORMING else None
+    )
+    ending, workforce = make_ending(tmp_path, protected=None, begun=None, ranks=range(1), job_view=view)
+    ending.signal = signal.SIGTERM
+    try:
+        with pytest.raises(AgentEnd) if ends else nullcontext():
+            ending.check_signal(checkpoints.tier)
+    finally:
+        workforce.stop_all(WAIT_S)
+    checkpoints.tier.close()  # what was begun is written
+    assert not checkpoints.root.exists()
 
 
 def test_only_the_end_of_the_job_or_a_signal_to_a_formed_one_lets_its_records_be_erased(
