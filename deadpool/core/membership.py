@@ -120,8 +120,8 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
     Events and acks of another generation or phase, repeated or unknown ones change nothing.
 
     Returns:
-        The new state and what is to be done, in order. If a PublishView is refused (another agent leads now),
-        nothing behind it may be done.
+        The new state and what is to be done, in order. If a PublishView or a Fence is refused (another agent
+        leads now), nothing behind it may be done. A leader's own Fence comes last.
     """
     match event:
         case LeaderElected():

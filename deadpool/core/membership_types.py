@@ -225,6 +225,7 @@ class PublishView:
 class Fence:
     """End this incarnation: revoke its lease, delete its key; with `quarantine` record its host as such.
 
+    Guarded by the own leadership. Refused: no longer leader.
     If its agent lives it empties its store and registers as a new incarnation. Safe to repeat.
     """
 

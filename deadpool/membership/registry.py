@@ -19,7 +19,7 @@ Generations in keys have ten digits, so that older ones are one range.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -168,26 +168,40 @@ class Registry:
         found = (_decode_or_warn(pair, Member) for pair in ordered)
         return tuple(member for member in found if member is not None)
 
-    def fence(self, member_id: MemberId, reason: str, *, quarantine: bool = False) -> None:
+    def fence(self, member_id: MemberId, reason: str, term: Term, *, quarantine: bool = False) -> bool:
         """End this incarnation for good: it writes no more and cannot enrol again. Safe to repeat.
 
+        One transaction, guarded by the term: a leader that was succeeded unawares may take for a spare whom
+        the next View holds. The member's own revision is no guard. What it writes to enrol again is either
+        in before, and deleted here whatever lease it has, or refused for the mark that stays.
+
         Args:
-            member_id: whom.
+            member_id: whom; the leader itself loses its leadership by it.
             reason: a sentence for the operator, and for the agent itself.
+            term: as returned by `campaign`.
             quarantine: also keep its host out of further placement.
+
+        Returns:
+            False if this term leads no more; nothing was done then.
+
+        Raises:
+            StoreUnavailable: it may have been done all the same.
         """
-        pair = self.store.get(self._member_key(member_id))
+        key = self._member_key(member_id)
+        pair = self.store.get(key)
+        fenced = FencedMember(member=member_id, reason=reason)
+        writes = [Write(key=self._fenced_key(member_id), value=_encode(fenced))]
         if quarantine:
             # Without its record, the host is told by the id: its label, a hyphen, random digits.
             member = None if pair is None else _decode_or_warn(pair, Member)
             host = member_id.rpartition("-")[0] if member is None else member.host
-            self.put_quarantine(Quarantine(host=host, member=member_id, reason=reason))
-        fenced = Write(
-            key=self._fenced_key(member_id), value=_encode(FencedMember(member=member_id, reason=reason))
-        )
-        self.store.transaction([], [fenced], [KeyRange(start=self._member_key(member_id))])
+            writes.append(self._quarantining(Quarantine(host=host, member=member_id, reason=reason)))
+        guards = [is_created_at(self._leader_key, term)]
+        if not self._write_again_if_unheard(guards, writes, [KeyRange(start=key)]):
+            return False
         if pair is not None and pair.lease:
             self.store.lease_revoke(pair.lease)
+        return True
 
     def evict(self, member_id: MemberId) -> bool:
         """End the lease of a member whose silence is confirmed, so that nobody waits for it to run out.
@@ -295,7 +309,8 @@ class Registry:
 
     def put_quarantine(self, quarantine: Quarantine) -> None:
         """Keep a host out of further placement."""
-        self.store.put(f"{self.prefix}quarantine/{quarantine.host}", _encode(quarantine))
+        write = self._quarantining(quarantine)
+        self.store.put(write.key, write.value)
 
     def readmit(self, host: str) -> bool:
         """Take a host back into placement; False if it was not quarantined."""
@@ -435,15 +450,22 @@ class Registry:
 
     def _put_as_member(self, member_id: MemberId, key: str, record: object) -> None:
         write = Write(key=f"{self.prefix}{key}", value=_encode(record))
-        guard = is_present(self._member_key(member_id))
-        try:
-            written = self.store.transaction([guard], [write])
-        except StoreUnavailable:
-            written = self.store.transaction([guard], [write])  # the same record again does no harm
-        if written is None:
+        if not self._write_again_if_unheard([is_present(self._member_key(member_id))], [write]):
             raise LeaseLost(
                 f"member {member_id} is not registered in job {self.job_id}; {key} was not written"
             )
+
+    def _quarantining(self, quarantine: Quarantine) -> Write:
+        return Write(key=f"{self.prefix}quarantine/{quarantine.host}", value=_encode(quarantine))
+
+    def _write_again_if_unheard(
+        self, guards: Sequence[Compare], writes: Sequence[Write], deletes: Sequence[KeyRange] = ()
+    ) -> bool:
+        """Whether the guards held. For what does no harm twice: it is sent again if no answer came."""
+        try:
+            return self.store.transaction(guards, writes, deletes) is not None
+        except StoreUnavailable:
+            return self.store.transaction(guards, writes, deletes) is not None
 
     def _list(self, folder: str, kind: type[_T]) -> tuple[_T, ...]:
         pairs, _ = self.store.get_prefix(f"{self.prefix}{folder}")

@@ -1,7 +1,7 @@
 """The leader: feeds the membership machine and carries out what it decides. One agent at a time runs it.
 
 Events come from the registry's watch, from control messages (silence, stalls) and from the clock. The
-only effects are a View written by compare-and-swap under this leadership, a member fenced, and the end.
+only effects are a View written by compare-and-swap, a member fenced, both under this leadership, and the end.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Leader:
     """Runs the membership machine while this agent holds the leadership key.
 
     Args:
+        member: this agent.
         registry: records of the job.
         term: this leadership.
         limits: limits of the machine.
@@ -69,6 +70,7 @@ class Leader:
 
     def __init__(
         self,
+        member: MemberId,
         registry: Registry,
         term: Term,
         limits: membership.Limits,
@@ -78,6 +80,7 @@ class Leader:
         write: Callable[[int, str, Callable[[], object]], None],
     ) -> None:
         self.term = term
+        self._member = member
         self._registry = registry
         self._log = log
         self._query_stall = query_stall
@@ -273,16 +276,25 @@ class Leader:
 
     def _feed(self, event: membership.Event) -> None:
         self._state, effects = membership.step(self._state, event)
-        for effect in effects:
+        # Its own fence last: that costs it the leadership, and nothing behind would be accepted.
+        for effect in sorted(effects, key=self._is_own_fence):
             match effect:
                 case membership.PublishView(view=view):
                     self._publish(view)
-                case membership.Fence(member_id=member, reason=reason, quarantine=quarantine):
-                    if quarantine:
-                        self._log.emit("member.quarantined", subject=member, reason=reason)
-                    self._registry.fence(member, reason, quarantine=quarantine)
+                case membership.Fence():
+                    self._fence(effect)
                 case membership.End(exit_code=code, reason=reason):
                     self.ended = (code, reason)
+
+    def _is_own_fence(self, effect: membership.Effect) -> bool:
+        return isinstance(effect, membership.Fence) and effect.member_id == self._member
+
+    def _fence(self, fence: membership.Fence) -> None:
+        member = fence.member_id
+        if not self._registry.fence(member, fence.reason, self.term, quarantine=fence.quarantine):
+            raise LeadershipLost(f"member {member} was not fenced: another agent leads, or none")
+        if fence.quarantine:
+            self._log.emit("member.quarantined", subject=member, reason=fence.reason)
 
     def _publish(self, view: View) -> None:
         before = self._published

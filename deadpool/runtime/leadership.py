@@ -129,6 +129,7 @@ class Leadership:
             return
         job = self._config.job
         leader = Leader(
+            self._member,
             self._registry,
             term,
             limits_of(self._config),

@@ -24,7 +24,7 @@ from deadpool.membership.etcd import EtcdConfig, EtcdStore
 from deadpool.membership.memory import MemoryServer, MemoryStore
 from deadpool.membership.records import JobClaim
 from deadpool.membership.registry import Registry
-from deadpool.membership.store import MembershipStore
+from deadpool.membership.store import Lease, MembershipStore
 
 TTL_S = 1.0
 EVENT_S = 10.0
@@ -401,3 +401,18 @@ def put_claim(registry: Registry, token: str = TOKEN) -> None:
 
 def make_view(generation: int, slots: tuple[str, ...], *, phase: Phase = Phase.RUNNING) -> View:
     return View(generation=generation, phase=phase, slots=slots, nproc=2, reason="as the test wants it")
+
+
+MEMBERS = tuple(make_member(number) for number in range(4))
+
+
+def enrol(registry: Registry, number: int, ttl_s: float = 60.0) -> Lease:
+    lease = registry.store.lease_grant(ttl_s)
+    registry.register(MEMBERS[number], lease, TOKEN)
+    return lease
+
+
+def lead(registry: Registry, number: int, lease: Lease) -> int:
+    term = registry.campaign(MEMBERS[number].id, lease)
+    assert term is not None
+    return term

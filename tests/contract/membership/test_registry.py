@@ -25,31 +25,19 @@ from deadpool.membership.records import (
     ViewPut,
 )
 from deadpool.membership.registry import RECOVERIES_KEPT, Registry
-from deadpool.membership.store import Compare, KeyRange, Lease, MembershipStore, Write
+from deadpool.membership.store import Compare, KeyRange, MembershipStore, Write
 from tests.contract.membership.support import (
+    MEMBERS,
     TOKEN,
     TTL_S,
     Backend,
     Recorder,
-    make_member,
+    enrol,
+    lead,
     make_view,
     put_claim,
     run_at_once,
 )
-
-MEMBERS = tuple(make_member(number) for number in range(4))
-
-
-def enrol(registry: Registry, number: int, ttl_s: float = 60.0) -> Lease:
-    lease = registry.store.lease_grant(ttl_s)
-    registry.register(MEMBERS[number], lease, TOKEN)
-    return lease
-
-
-def lead(registry: Registry, number: int, lease: Lease) -> int:
-    term = registry.campaign(MEMBERS[number].id, lease)
-    assert term is not None
-    return term
 
 
 def test_members_are_listed_in_order_of_registration_not_of_name(registry: Registry) -> None:
@@ -242,65 +230,6 @@ def test_only_registered_members_report(registry: Registry) -> None:
             report()
 
 
-def test_a_member_that_the_view_lists_comes_back_with_a_new_lease(registry: Registry) -> None:
-    slots = (MEMBERS[0].id, MEMBERS[1].id)
-    registry.publish_view(make_view(1, slots), 0, lead(registry, 2, enrol(registry, 2)))
-    old = enrol(registry, 0)
-    registry.store.lease_revoke(old.id)
-    assert MEMBERS[0] not in registry.members()
-
-    registry.register_again(MEMBERS[0], registry.store.lease_grant(60), TOKEN, holds_slot=True)
-
-    assert MEMBERS[0] in registry.members()
-
-
-def test_a_member_that_was_replaced_does_not_come_back(registry: Registry) -> None:
-    term = lead(registry, 2, enrol(registry, 2))
-    registry.publish_view(make_view(2, (MEMBERS[1].id,)), 0, term)
-
-    with pytest.raises(Fenced, match="generation 2: as the test wants it"):
-        registry.register_again(MEMBERS[0], registry.store.lease_grant(60), TOKEN, holds_slot=True)
-
-    assert MEMBERS[0] not in registry.members()
-    registry.register_again(
-        MEMBERS[3], registry.store.lease_grant(60), TOKEN, holds_slot=False
-    )  # an idle spare may
-    assert MEMBERS[3] in registry.members()
-
-
-def test_a_member_whose_job_is_gone_does_not_come_back(registry: Registry) -> None:
-    with pytest.raises(Fenced, match="no View"):
-        registry.register_again(MEMBERS[0], registry.store.lease_grant(60), TOKEN, holds_slot=True)
-    assert registry.members() == ()
-
-
-def test_a_fenced_member_loses_lease_and_leadership_writes_nothing_and_never_enrols_again(
-    registry: Registry,
-) -> None:
-    lease = enrol(registry, 0)
-    term = lead(registry, 0, lease)
-    revision = registry.publish_view(make_view(1, (MEMBERS[0].id,)), 0, term)
-    assert revision is not None
-
-    for _ in range(2):
-        registry.fence(MEMBERS[0].id, "it did not answer", quarantine=True)
-
-    assert registry.store.lease_keepalive(lease.id) == 0
-    assert (registry.members(), registry.leader()) == ((), None)
-    assert registry.quarantined() == (
-        Quarantine(host="h0", member=MEMBERS[0].id, reason="it did not answer"),
-    )
-    assert registry.publish_view(make_view(2, (MEMBERS[0].id,)), revision, term) is None
-    with pytest.raises(LeaseLost):
-        registry.put_finished(MEMBERS[0].id, 1)
-    with pytest.raises(MembershipError):
-        enrol(registry, 0)
-    for holds_slot in (False, True):
-        with pytest.raises(Fenced, match="it did not answer"):
-            registry.register_again(MEMBERS[0], registry.store.lease_grant(60), TOKEN, holds_slot=holds_slot)
-    assert registry.members() == ()
-
-
 def test_evicting_a_dead_leader_frees_its_place_at_once(registry: Registry) -> None:
     lead(registry, 0, enrol(registry, 0))
     lease = enrol(registry, 1)
@@ -350,7 +279,7 @@ def test_the_last_member_erases_the_job_and_leaves_no_key(store: MembershipStore
     registry.publish_view(make_view(1, (MEMBERS[0].id,), phase=Phase.FINISHED), 0, term)
     registry.put_ack(Ack(member=MEMBERS[0].id, generation=1, phase=Phase.FORMING))
     registry.put_recovery(1, {})
-    registry.fence(MEMBERS[2].id, "lost")
+    registry.fence(MEMBERS[2].id, "lost", term)
 
     store.lease_revoke(first.id)
     assert not registry.erase_if_last(TOKEN)

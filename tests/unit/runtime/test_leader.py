@@ -36,6 +36,7 @@ class Leading:
         term = self.job.registry.campaign(member, self.job.leases[member])
         assert term is not None
         return Leader(
+            member,
             self.job.registry,
             term,
             Limits(),
@@ -172,6 +173,16 @@ def test_a_lost_member_is_fenced_and_may_not_enrol_again(lead: Lead) -> None:
     leading.run()
     leading.leader.silent("a", (), ("b",))
     assert "b" not in {member.id for member in leading.job.registry.members()}
+
+
+def test_a_leader_that_is_lost_with_another_member_fences_that_one_before_itself(lead: Lead) -> None:
+    """Its own fence costs it the leadership, behind which nothing is accepted any more."""
+    leading = lead("d", "e", slots=("a", "b", "c"))
+    leading.run()
+    leading.leader.silent("d", (), ("a", "b"))
+    assert leading.view.slots == ("d", "e", "c")
+    assert [member.id for member in leading.job.registry.members()] == ["c", "d", "e"]
+    assert leading.job.registry.leader() is None
 
 
 def test_an_expired_lease_is_a_loss(lead: Lead) -> None:

@@ -204,6 +204,24 @@ def test_of_two_leaders_the_one_before_writes_nothing(job: Job, a: Candidate, c:
     assert job.view().generation == 1
 
 
+def test_of_two_leaders_the_one_before_fences_nobody_whom_the_new_view_holds(
+    job: Job, a: Candidate, c: Candidate, events: Path
+) -> None:
+    a.tick()
+    _run(job, a)
+    job.store.lease_revoke(job.leases["a"].id)
+    c.tick()
+    c.leadership.on_silent(_silent("c", "a", gone=True))
+    assert job.view().slots == ("c", "b")
+    assert a.leads()  # it has not heard of it, and takes c for a spare
+    a.leadership.on_silent(_silent("b", "c", gone=True))
+    assert not a.leads()
+    assert [member.id for member in job.registry.members()] == ["b", "c"]
+    assert c.leads()
+    lost = read_events(events, "leader.lost")
+    assert "member c was not fenced" in lost[-1]["reason"]
+
+
 @pytest.mark.parametrize(
     "observations",
     [
