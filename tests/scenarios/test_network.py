@@ -5,7 +5,6 @@ TCP says nothing of a cut: what was sent is lost without a word, and both ends w
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -17,7 +16,8 @@ from typing import Any
 import pytest
 
 from deadpool.testing.cluster import Event, RunFolder
-from tests.scenarios import netns
+from tests.namespaces import why_not
+from tests.scenarios.netns import Network
 
 TOY = Path(__file__).parent / "toy.py"
 LIMIT_S = 200.0
@@ -48,11 +48,11 @@ print(json.dumps({pair.key: pair.value.decode(errors="replace") for pair in pair
 class Cluster(RunFolder):
     """A job of three hosts and a spare, each in a namespace; host i has slot i."""
 
-    def __init__(self, network: netns.Network, folder: Path) -> None:
+    def __init__(self, network: Network, folder: Path) -> None:
         super().__init__(folder / "run", LIMIT_S)
         self.network = network
         self.endpoint = network.start_etcd(folder)
-        network.run(None, sys.executable, "-c", ETCD_ANSWERS, self.endpoint)
+        network.run_on_switch(sys.executable, "-c", ETCD_ANSWERS, self.endpoint)
         self.hosts: list[subprocess.Popen[bytes]] = []
         self._hold = folder / "holds" / f"step-{HOLD_STEP}"
         self._hold.parent.mkdir()
@@ -99,16 +99,15 @@ class Cluster(RunFolder):
         return str(next(e["member"] for e in self.events() if e["member"].startswith(f"h{index}-")))
 
     def keys(self) -> dict[str, str]:
-        return dict(json.loads(self.network.run(None, sys.executable, "-c", ETCD_KEYS, self.endpoint)))
+        return dict(json.loads(self.network.run_on_switch(sys.executable, "-c", ETCD_KEYS, self.endpoint)))
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    reason = netns.why_not()
+    reason = why_not()
     if reason:
         pytest.skip(reason)
-    with contextlib.closing(contextlib.ExitStack()) as stack:
-        network = stack.enter_context(netns.network(SLOTS + 1))
+    with Network(SLOTS + 1) as network:
         yield Cluster(network, tmp_path)
 
 

@@ -21,12 +21,12 @@ from typing import TypeVar
 
 from deadpool.liveness.stat import parent_of
 from deadpool.membership.embedded import free_ports
+from tests.namespaces import SWITCH, Namespaces
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 SLURMD_TIMEOUT_S = 5
 UP_LIMIT_S = 30.0
 POLL_S = 0.1
-CUT_NETWORK = "10.77.0"
 _T = TypeVar("_T")
 
 _CONF = """\
@@ -199,7 +199,7 @@ class Cluster:
     def cut_node(self, node: str) -> None:
         """Take the node's link down: nobody hears anything of it, and it runs on."""
         assert self._net is not None
-        self._net.cut(node)
+        self._net.cut_off(node)
 
     def heal_node(self, node: str) -> None:
         assert self._net is not None
@@ -232,10 +232,16 @@ class Cluster:
     def is_in_queue(self, job: str) -> bool:
         return bool(self.call("squeue", "--noheader", "--format=%i", f"--jobs={job}").strip())
 
+    def step_on(self, node: str) -> str:
+        """Id of the one step that runs on a node, besides the batch script."""
+        shown = self.call("squeue", "--noheader", "--steps", f"--nodelist={node}", "--format=%i").split()
+        [step] = [name for name in shown if not name.endswith("batch")]
+        return step
+
     # ---- inside --------------------------------------------------------------------------------------
 
     def _switch(self) -> list[str]:
-        return [] if self._net is None else self._net.inside("")
+        return [] if self._net is None else self._net.inside(SWITCH)
 
     def _spawn(self, name: str, command: Sequence[str]) -> None:
         with open(self.folder / f"{name}.out", "ab") as out:
@@ -247,14 +253,14 @@ class Cluster:
         host = socket.gethostname()
         if self._net is None:
             ports = free_ports(1 + len(self.nodes))
-            addresses = dict.fromkeys(["", *self.nodes], "127.0.0.1")
+            addresses = dict.fromkeys([SWITCH, *self.nodes], "127.0.0.1")
         else:
             ports = [26817] + [26818] * len(self.nodes)  # of namespaces of our own
             addresses = self._net.addresses
         extra = self._extra + ("\nTopologyPlugin=topology/tree" if self._topology else "")
         text = _CONF.format(
             host=host,
-            controller=addresses[""],
+            controller=addresses[SWITCH],
             controller_port=ports[0],
             folder=self.folder,
             timeout_s=SLURMD_TIMEOUT_S,
@@ -273,67 +279,6 @@ class Cluster:
         pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
         found = ((pid, _environment(pid)) for pid in pids if pid != os.getpid())
         return [each for each in found if each[1].get("SLURM_CONF") == self.environment["SLURM_CONF"]]
-
-
-class Namespaces:
-    """A switch and a host per node, each a network namespace: 10.77.0.254 and 10.77.0.10 upwards."""
-
-    def __init__(self, nodes: Sequence[str]) -> None:
-        self._mark = f"dp{secrets.token_hex(2)}"
-        self._nodes = list(nodes)
-        self.addresses = {node: f"{CUT_NETWORK}.{10 + index}" for index, node in enumerate(nodes)}
-        self.addresses[""] = f"{CUT_NETWORK}.254"
-
-    def inside(self, node: str) -> list[str]:
-        """Prefix of a command that is to run on a node; "" is the switch."""
-        return ["ip", "netns", "exec", self._name(node)]
-
-    def start(self) -> None:
-        hosts = "127.0.0.1 localhost\n" + "".join(
-            f"{address} {self._name(node)} {node}\n" for node, address in self.addresses.items()
-        )
-        switch = self._name("")
-        for name in map(self._name, ["", *self._nodes]):
-            folder = Path("/etc/netns") / name  # without names, reverse look-ups wait 10 s each
-            folder.mkdir(parents=True)
-            (folder / "hosts").write_text(hosts)
-            (folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")
-            _ip("netns", "add", name)
-            _ip("-n", name, "link", "set", "lo", "up")
-        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
-        _ip("-n", switch, "addr", "add", f"{self.addresses['']}/24", "dev", "br0")
-        _ip("-n", switch, "link", "set", "br0", "up")
-        for node in self._nodes:
-            name = self._name(node)
-            _ip("-n", switch, "link", "add", node, "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("-n", switch, "link", "set", node, "master", "br0", "up")
-            _ip("-n", name, "addr", "add", f"{self.addresses[node]}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "eth0", "up")
-            _ip("-n", name, "route", "add", "default", "via", self.addresses[""])
-
-    def cut(self, node: str) -> None:
-        _ip("-n", self._name(""), "link", "set", node, "down")
-
-    def heal(self, node: str) -> None:
-        _ip("-n", self._name(""), "link", "set", node, "up")
-
-    def close(self) -> None:
-        for name in map(self._name, ["", *self._nodes]):
-            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
-            with contextlib.suppress(subprocess.SubprocessError):
-                for pid in _ip("netns", "pids", name).split():
-                    _kill([int(pid)])
-                _ip("netns", "del", name)
-
-    def _name(self, node: str) -> str:
-        return f"{self._mark}{node or 'sw'}"
-
-
-def _ip(*arguments: str) -> str:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=10, check=False)
-    if done.returncode:
-        raise subprocess.SubprocessError(f"ip {' '.join(arguments)}: {done.stderr}")
-    return done.stdout
 
 
 def _path() -> str:
