@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import assert_never
@@ -154,8 +155,9 @@ def step(state: State, event: Event) -> tuple[State, tuple[Effect, ...]]:
         case _:
             assert_never(event)
     state, effects = outcome
+    state, fences = _settle_versions(state, event.now_s)
     state, more = advance(state, event.now_s)
-    return state, (*effects, *more)
+    return state, (*effects, *fences, *more)
 
 
 def _on_elected(state: State, event: LeaderElected) -> Outcome:
@@ -169,7 +171,7 @@ def _on_elected(state: State, event: LeaderElected) -> Outcome:
     for member in event.members:
         if member.id in named:
             continue
-        if problem := _misfit(state, member, admitted):
+        if problem := _misfit(state, member, admitted[0] if view and admitted else None):
             state = replace(state, fenced=state.fenced | {member.id})
             effects.append(Fence(member_id=member.id, reason=problem, quarantine=True))
         else:
@@ -195,23 +197,45 @@ def _on_joined(state: State, member: Member) -> Outcome:
         return state, (Fence(member_id=member.id, reason="This incarnation was replaced."),)
     if any(m.id == member.id for m in state.members):
         return replace(state, missing=state.missing - {member.id}), ()
-    if problem := _misfit(state, member, state.members):
+    if problem := _misfit(state, member, state.members[0] if state.view and state.members else None):
         state = replace(state, fenced=state.fenced | {member.id})
         return state, (Fence(member_id=member.id, reason=problem, quarantine=True),)
     return replace(state, members=(*state.members, member), missing=state.missing - {member.id}), ()
 
 
-def _misfit(state: State, member: Member, others: Sequence[Member]) -> str:
+def _settle_versions(state: State, now_s: float) -> Outcome:
+    """Before the first View, what most hosts have is right: a single stale one may be the first to register.
+
+    Nobody is turned away before as many hosts are there as there are slots. A tie waits for the spares until
+    the time for registering is up; then the oldest registration counts.
+    """
+    if state.view is not None or len(state.members) < state.n_slots:
+        return state, ()
+    counts = Counter(member.versions for member in state.members).most_common(2)  # of equals, the older first
+    if len(counts) < 2:
+        return state, ()
+    (versions, count), (_, next_count) = counts
+    is_late = state.deadline_s is not None and now_s >= state.deadline_s
+    are_all_here = len(state.members) >= state.n_slots + state.limits.spares
+    if count == next_count < state.n_slots and not (are_all_here or is_late):
+        return state, ()
+    right = next(member for member in state.members if member.versions == versions)
+    reasons = {member.id: _misfit(state, member, right) for member in state.members}
+    fences = tuple(Fence(member_id=id, reason=why, quarantine=True) for id, why in reasons.items() if why)
+    return forget(state, [fence.member_id for fence in fences]), fences
+
+
+def _misfit(state: State, member: Member, right: Member | None) -> str:
+    """Why the job cannot use this member; "" if it can. `right` has the versions that the job runs with."""
     if member.nproc != state.nproc:
         return (
             f"Host {member.host} offers {member.nproc} workers; this job needs {state.nproc} on every host."
         )
-    if others and member.versions != others[0].versions:
-        first = others[0]
-        theirs, ours = set(member.versions), set(first.versions)
+    if right is not None and member.versions != right.versions:
+        theirs, ours = set(member.versions), set(right.versions)
         return (
             f"Host {member.host} has {_listed(theirs - ours)}, "
-            f"host {first.host} has {_listed(ours - theirs)}: every host needs the same."
+            f"host {right.host} has {_listed(ours - theirs)}: every host needs the same."
         )
     return ""
 

@@ -24,6 +24,9 @@ class Limits:
         300.0  # a failed collective within this time after one came back: hosts are replaced
     )
     replicas: int = 1  # holders per slot
+    spares: int = (
+        0  # hosts that are to come beyond the slots: between versions, what most of all have is right
+    )
     max_attempts: int = 3  # tries of one recovery, or of FORMING, before other hosts or the end are chosen
 
 

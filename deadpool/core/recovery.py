@@ -396,8 +396,11 @@ def _fence(state: State, member: MemberId, reason: str) -> Fence:
 
 
 def _first_slots(state: State, *, is_late: bool) -> list[MemberId] | None:
-    """Slots in order of registration, `node_rank` first; hosts meant as spares step in when time is up."""
-    if len(state.members) < state.n_slots:
+    """Slots in order of registration, `node_rank` first; hosts meant as spares step in when time is up.
+
+    None while hosts lack, or while it is open whose versions are right.
+    """
+    if len(state.members) < state.n_slots or len({member.versions for member in state.members}) > 1:
         return None
     slots = [""] * state.n_slots
     free: list[MemberId] = []

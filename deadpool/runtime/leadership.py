@@ -164,4 +164,5 @@ def limits_of(config: Config) -> membership.Limits:
         restore_s=waits.rebuild_timeout_s + waits.ack_timeout_s,
         spare_wait_s=member.spare_wait_s,
         replicas=config.store.replication_factor,
+        spares=config.job.spares,
     )

@@ -44,8 +44,8 @@ FIVE = Name(step=5, generation=1)
 class Job:
     """A job of three hosts of one rank, driven by events."""
 
-    def __init__(self, *, slots: int = 3, nproc: int = 1) -> None:
-        self.state: State = initial_state(LIMITS, slots, nproc)
+    def __init__(self, *, slots: int = 3, nproc: int = 1, spares: int = 0) -> None:
+        self.state: State = initial_state(replace(LIMITS, spares=spares), slots, nproc)
         self.now_s = 0.0
         self.effects: tuple[Effect, ...] = ()
         self.feed(LeaderElected(view=None, members=(), now_s=0.0))

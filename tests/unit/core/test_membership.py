@@ -10,6 +10,7 @@ from deadpool.core.membership import (
     Acked,
     CheckpointFound,
     Fence,
+    LeaderElected,
     MemberJoined,
     PublishView,
 )
@@ -23,6 +24,8 @@ from deadpool.core.types import (
 )
 from deadpool.testing.membership_world import make_member
 from tests.unit.core.job import FIVE, Job
+
+GOOD, STALE = (("torch", "2.13"),), (("torch", "2.12"),)
 
 # --- Forming ---
 
@@ -115,12 +118,81 @@ def test_workers_that_die_while_forming_again_and_again_end_the_job() -> None:
     assert job.exit_code == 1
 
 
-def test_a_host_with_other_versions_is_not_admitted() -> None:
+def test_one_stale_host_that_is_first_turns_nobody_away_and_is_turned_away_itself() -> None:
     job = Job()
-    job.join(0, versions=(("torch", "2.13"),))
-    job.join(1, versions=(("torch", "2.12"),))
+    job.join(0, versions=STALE)
+    job.join(1, versions=GOOD)
+    assert job.fenced == {}
+    job.join(2, versions=GOOD)
+    assert job.fenced == {"m0": True}
+    (fence,) = (effect for effect in job.effects if isinstance(effect, Fence))
+    assert fence.reason == "Host h0 has torch 2.12, host h1 has torch 2.13: every host needs the same."
+    job.join(3, versions=GOOD)
+    assert job.view.slots == ("m1", "m2", "m3")
+
+
+def test_a_stale_host_that_comes_later_is_turned_away() -> None:
+    job = Job()
+    job.join(0, versions=GOOD)
+    job.join(1, versions=STALE)
+    job.join(2, versions=GOOD)
     assert job.fenced == {"m1": True}
-    assert [member.id for member in job.state.members] == ["m0"]
+    job.join(3, versions=STALE)
+    assert job.fenced == {"m3": True}
+    assert [member.id for member in job.state.members] == ["m0", "m2"]
+
+
+def test_once_the_job_has_a_view_a_host_with_other_versions_is_turned_away_at_once() -> None:
+    job = Job()
+    for index in range(3):
+        job.join(index, versions=GOOD)
+    assert job.view.slots == ("m0", "m1", "m2")
+    for index in (3, 4, 5, 6):
+        job.join(index, versions=STALE)
+        assert job.fenced == {f"m{index}": True}
+
+
+def test_between_as_many_hosts_of_either_version_the_spares_decide() -> None:
+    job = Job(slots=2, spares=1)
+    job.join(0, versions=STALE)
+    job.join(1, versions=GOOD)
+    assert (job.fenced, job.published) == ({}, [])
+    job.join(2, versions=GOOD)
+    assert job.fenced == {"m0": True}
+    assert job.view.slots == ("m1", "m2")
+
+
+def test_if_nothing_decides_between_versions_the_older_registration_does() -> None:
+    job = Job(slots=2)
+    job.join(0, versions=STALE)
+    job.join(1, versions=GOOD)
+    assert job.fenced == {"m1": True}
+    job.join(2, versions=STALE)
+    assert job.view.slots == ("m0", "m2")
+
+
+def test_spares_that_never_come_decide_nothing_once_the_time_is_up() -> None:
+    job = Job(slots=2, spares=1)
+    job.join(0, versions=STALE)
+    job.join(1, versions=GOOD)
+    job.tick(59)
+    assert (job.fenced, job.published) == ({}, [])
+    job.tick(1)
+    assert job.fenced == {"m1": True}
+    assert job.published == []
+    job.tick(0.1)
+    assert job.exit_code == 3
+    assert "Only 1 of 2 hosts registered" in job.view.reason
+
+
+def test_a_new_leader_before_the_first_view_holds_nobody_to_the_first_host() -> None:
+    job = Job()
+    members = [make_member(index, versions=STALE if index == 0 else GOOD) for index in range(4)]
+    job.feed(LeaderElected(view=None, members=tuple(members[:2]), now_s=0.0))
+    assert job.fenced == {}
+    job.feed(LeaderElected(view=None, members=tuple(members), now_s=0.0))
+    assert job.fenced == {"m0": True}
+    assert job.view.slots == ("m1", "m2", "m3")
 
 
 def test_a_host_with_too_few_workers_is_not_admitted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -446,6 +447,16 @@ def test_a_host_that_does_not_fit_is_fenced_and_quarantined(lead: Lead, events: 
     assert [each.host for each in leading.job.registry.quarantined()] == ["host-z"]
     (fenced,) = read_events(events, "member.quarantined")
     assert fenced["subject"] == "z"
+
+
+def test_a_leader_that_is_the_stale_host_itself_forms_the_job_of_the_others_and_goes(lead: Lead) -> None:
+    leading = lead("d", slots=("a", "b", "c"))
+    registry = leading.job.registry
+    stale, *others = registry.members()
+    leading.leader.start((replace(stale, versions=(("torch", "2.12"),)), *others), (), None)
+    assert leading.view.slots == ("b", "c", "d")
+    assert [each.host for each in registry.quarantined()] == ["host-a"]
+    assert registry.leader() is None
 
 
 def test_the_loss_of_the_leader_itself_is_kept_with_its_name(lead: Lead) -> None:

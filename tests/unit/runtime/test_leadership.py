@@ -268,8 +268,12 @@ def test_one_observer_alone_does_not_evict_the_leader(
 
 
 def test_the_limits_give_agents_longer_than_their_workers() -> None:
-    config = Config(membership=MembershipConfig(lease_ttl_s=4.0, suspect_s=1.5, spare_wait_s=77.0))
+    config = Config(
+        job=JobConfig(nnodes=2, spares=3),
+        membership=MembershipConfig(lease_ttl_s=4.0, suspect_s=1.5, spare_wait_s=77.0),
+    )
     limits, waits = limits_of(config), config.communicator
+    assert limits.spares == 3
     assert (limits.lease_ttl_s, limits.suspect_s, limits.spare_wait_s) == (4.0, 1.5, 77.0)
     assert limits.abort_s > waits.close_timeout_s + waits.abort_timeout_s + waits.unwind_timeout_s
     assert limits.restore_s > waits.rebuild_timeout_s
