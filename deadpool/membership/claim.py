@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from deadpool.core.types import Phase, View
-from deadpool.errors import ConfigError
+from deadpool.errors import ConfigError, StoreUnavailable
 from deadpool.membership.lease import boottime_s
 from deadpool.membership.records import JobClaim
 from deadpool.membership.registry import Registry, decode_record
@@ -49,7 +49,8 @@ def claim_job(
     """Claim the job id, or join the job that has it; delete the leftovers of a dead one.
 
     Takes one round trip for a new job, and for agents launched together (equal `run_id`). Otherwise it waits
-    for a proof of life or death, at most one TTL.
+    for a proof of life or death, at most one TTL. A store that does not answer is asked again, for one TTL too;
+    once it answers, waiting for a proof begins anew.
 
     Args:
         registry: of the job id.
@@ -64,27 +65,46 @@ def claim_job(
 
     Raises:
         ConfigError: a live job has this id.
-        StoreUnavailable: the store cannot be reached.
+        StoreUnavailable: the store has not answered for one TTL.
     """
-    sight = _Sight(registry=registry, clock=clock, began_s=clock(), patience_s=ttl_s)
     wait = pause or threading.Event().wait
+    sight = _Sight(registry=registry, clock=clock, began_s=clock(), patience_s=ttl_s)
+    answered_s = clock()
     while True:
-        pairs, _ = registry.store.get_prefix(registry.prefix)
-        held = _find(pairs, registry.job_key, JobClaim)
-        if held is None:
-            # Agents claim before they write anything else: without a claim, what is left is of the past.
-            if sight.is_alive(pairs):
-                raise _refusal(registry, "a job that is being erased but has members that stay. End them")
-            if not any(pair.lease for pair in pairs) and _write_claim(registry, claim, held_revision=0):
-                return claim
+        try:
+            claimed = _look(registry, claim, sight)
+        except StoreUnavailable:
+            if clock() - answered_s >= ttl_s:
+                raise
+            # No lease could be renewed meanwhile: what was seen before proves nothing any more.
+            sight = _Sight(registry=registry, clock=clock, began_s=clock(), patience_s=ttl_s)
         else:
-            found, revision = held
-            joined = _join(registry, claim, found, pairs, sight)
-            if joined is not None:
-                return joined
-            if sight.is_dead(pairs) and _write_claim(registry, claim, held_revision=revision):
-                return claim
+            if claimed is not None:
+                return claimed
+            answered_s = clock()
         wait(_POLL_S)
+
+
+def _look(registry: Registry, claim: JobClaim, sight: _Sight) -> JobClaim | None:
+    """Look once at what the id holds and claim it, or join, if that is certain; None while it is not."""
+    pairs, _ = registry.store.get_prefix(registry.prefix)
+    held = _find(pairs, registry.job_key, JobClaim)
+    if held is None:
+        # Agents claim before they write anything else: without a claim, what is left is of the past.
+        if sight.is_alive(pairs):
+            raise _refusal(registry, "a job that is being erased but has members that stay. End them")
+        if not any(pair.lease for pair in pairs) and _write_claim(registry, claim, held_revision=0):
+            return claim
+        return None
+    found, revision = held
+    if found == claim:
+        return found  # with our own token: an earlier try whose answer was lost
+    joined = _join(registry, claim, found, pairs, sight)
+    if joined is not None:
+        return joined
+    if sight.is_dead(pairs) and _write_claim(registry, claim, held_revision=revision):
+        return claim
+    return None
 
 
 def _join(

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from deadpool.core.types import Ack, Phase
-from deadpool.errors import ConfigError
+from deadpool.errors import ConfigError, StoreUnavailable
 from deadpool.membership.claim import claim_job
 from deadpool.membership.memory import MemoryServer, MemoryStore
 from deadpool.membership.records import JobClaim
 from deadpool.membership.registry import Registry
-from deadpool.membership.store import Compare, KeyRange, Lease, Write
+from deadpool.membership.store import Compare, KeyRange, KeyValue, Lease, Write
 from tests.contract.membership.support import Backend, make_member, make_view, run_at_once
 
 N_MEMBERS = 3
@@ -247,3 +247,114 @@ def test_a_member_that_comes_back_at_the_last_moment_saves_its_job() -> None:
         )
 
     assert dead.recoveries() == ({"generation": 1},)
+
+
+class SlowStore(MemoryStore):
+    """A store that does not answer in time until the test says so, whether it applies a write or not."""
+
+    def __init__(
+        self, server: MemoryServer, *, until_s: float, applies: bool = False, reads: bool = True
+    ) -> None:
+        super().__init__(server)
+        self._until_s = until_s
+        self._applies = applies
+        self._reads = reads
+
+    @property
+    def _is_slow(self) -> bool:
+        return self._server.now_s < self._until_s
+
+    def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
+        if self._is_slow and not self._reads:
+            raise StoreUnavailable("as the test wants it")
+        return super().get_prefix(prefix)
+
+    def transaction(
+        self, compares: Sequence[Compare], writes: Sequence[Write] = (), deletes: Sequence[KeyRange] = ()
+    ) -> int | None:
+        if not self._is_slow:
+            return super().transaction(compares, writes, deletes)
+        if self._applies:
+            super().transaction(compares, writes, deletes)
+        raise StoreUnavailable("as the test wants it")
+
+
+def _claim_slowly(server: MemoryServer, store: SlowStore, claim: JobClaim) -> JobClaim:
+    return claim_job(
+        Registry(store, "job"), claim, CLAIM_TTL_S, clock=lambda: server.now_s, pause=server.advance
+    )
+
+
+@pytest.mark.parametrize("run_id", ["", "first"])
+@pytest.mark.parametrize("applies", [False, True], ids=["not applied", "answer lost"])
+def test_a_claim_that_is_not_answered_in_time_is_tried_again_and_is_ours(applies: bool, run_id: str) -> None:
+    server = MemoryServer()
+    store = SlowStore(server, until_s=CLAIM_TTL_S / 2, applies=applies)
+
+    assert _claim_slowly(server, store, make_claim(run_id)) == make_claim(run_id)
+
+    held, _ = Registry(MemoryStore(server), "job").claim()
+    assert held == make_claim(run_id)
+
+
+def test_our_claim_whose_answer_was_lost_is_ours_although_others_have_filled_the_job() -> None:
+    server = MemoryServer()
+    others = Registry(MemoryStore(server), "job")
+    ours = make_claim("", token="ours")
+
+    class Filled(SlowStore):
+        def transaction(
+            self, compares: Sequence[Compare], writes: Sequence[Write] = (), deletes: Sequence[KeyRange] = ()
+        ) -> int | None:
+            try:
+                return super().transaction(compares, writes, deletes)
+            finally:
+                for number in range(N_MEMBERS):
+                    others.register(make_member(number), others.store.lease_grant(60.0), "ours")
+
+    store = Filled(server, until_s=CLAIM_TTL_S / 2, applies=True)
+
+    assert _claim_slowly(server, store, ours) == ours
+    assert server.now_s < CLAIM_TTL_S / 2
+
+
+def test_a_store_that_does_not_answer_for_a_whole_ttl_ends_the_claim() -> None:
+    server = MemoryServer()
+    store = SlowStore(server, until_s=10 * CLAIM_TTL_S, reads=False)
+
+    with pytest.raises(StoreUnavailable):
+        _claim_slowly(server, store, make_claim())
+
+    assert CLAIM_TTL_S <= server.now_s < 2 * CLAIM_TTL_S
+
+
+def test_a_live_job_is_not_taken_for_dead_because_its_store_was_away() -> None:
+    """Its leases end with the store; its agents have one TTL from the return on to enrol again."""
+    server = MemoryServer()
+    live = Registry(MemoryStore(server), "job")
+    live.store.put(live.job_key, msgspec.json.encode(make_claim("first")))
+    live.put_recovery(1, {})
+    member = make_member(0)
+    live.register(member, live.store.lease_grant(CLAIM_TTL_S), "secret")
+    away_s = 0.75 * CLAIM_TTL_S
+
+    class Away(SlowStore):
+        looks = 0
+
+        def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
+            self.looks += 1
+            if self.looks == 2:
+                server.advance(away_s)
+                raise StoreUnavailable("as the test wants it")
+            return super().get_prefix(prefix)
+
+    def pause(seconds: float) -> None:
+        server.advance(seconds)
+        if server.now_s > away_s + 0.9 * CLAIM_TTL_S and not live.members():
+            live.register_again(member, live.store.lease_grant(CLAIM_TTL_S), "secret", holds_slot=False)
+
+    registry = Registry(Away(server, until_s=0.0), "job")
+    with pytest.raises(ConfigError, match="live job"):
+        claim_job(registry, make_claim("second"), CLAIM_TTL_S, clock=lambda: server.now_s, pause=pause)
+
+    assert live.recoveries() == ({"generation": 1},)
