@@ -49,7 +49,7 @@ def claim_job(
     """Claim the job id, or join the job that has it; delete the leftovers of a dead one.
 
     Takes one round trip for a new job, and for agents launched together (equal `run_id`). Otherwise it waits
-    for a proof of life or death, at most one TTL. A store that does not answer is asked again, for one TTL too;
+    for a proof of life or death, at most one TTL. A store that does not answer is asked again for one TTL;
     once it answers, waiting for a proof begins anew.
 
     Args:
