@@ -69,6 +69,14 @@ class FaultReports:
             text = f"worker of rank {rank} {cause}"
             self.report(kind, tuple(sorted(self._lost)), text, worker.finished_step + 1)
 
+    def unreaped(self, worker: Worker) -> None:
+        """A killed worker does not go: the host is bad. One that rehearsed has no rank to be named."""
+        pid = worker.handle.pid
+        self._parts.log.emit("worker.unreaped", rank=worker.rank, pid=pid)
+        ranks = () if worker.handle.is_parked else (worker.rank,)
+        text = f"process {pid} was killed and does not end"
+        self.report(FaultKind.DEVICE, ranks, text, worker.finished_now() + 1)
+
     def bad_input(self, rank: int, text: str) -> None:
         """This agent found what the user has to mend. The View's reason has one line; here all are shown."""
         print(f"deadpool: rank {rank}: {text}", file=sys.stderr, flush=True)

@@ -460,9 +460,7 @@ class Host:
 
     def on_unreaped(self, worker: Worker) -> None:
         """A killed worker does not go (stuck in the kernel): its rank moves to another host."""
-        self._parts.log.emit("worker.unreaped", rank=worker.rank, pid=worker.handle.pid)
-        text = f"process {worker.handle.pid} was killed and does not end"
-        self._faults.report(FaultKind.DEVICE, (worker.rank,), text, worker.finished_now() + 1)
+        self._faults.unreaped(worker)
         self._check_quiet()  # its copies are whole, and others wait for them
 
     def on_lost(self, worker: Worker, cause: str) -> None:

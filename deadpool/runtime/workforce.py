@@ -206,7 +206,9 @@ class Workforce:
         worker.killed_for = worker.killed_for or "replaced"
         worker.state = WorkerState.GONE
         worker.handle.kill()
-        worker.handle.reap(self._limits.reap_timeout_s)
+        if not worker.handle.reap(self._limits.reap_timeout_s):
+            worker.is_stuck = True
+            self._callbacks.unreaped(worker)
 
     # ---- commands ------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from deadpool.runtime.faults import USER_ERROR_DELAY_S, FaultReports
 from deadpool.runtime.fetch import Fetcher
 from deadpool.runtime.messages import Raised
 from deadpool.runtime.parts import HostParts
-from deadpool.runtime.processes import WorkerHandle
+from deadpool.runtime.processes import PARKED_RANK, WorkerHandle
 from deadpool.runtime.protection import Protection, ProtectionCallbacks
 from deadpool.runtime.push import HolderPusher
 from deadpool.runtime.workforce import Worker, Workforce, WorkforceCallbacks
@@ -256,3 +256,16 @@ def test_a_worker_that_its_agent_killed_missed_a_limit(host: Host) -> None:
     fault = host.reported()
     assert fault is not None
     assert fault.kind is FaultKind.ABORT_TIMEOUT
+
+
+@pytest.mark.parametrize(("rank", "blamed"), [(0, (0,)), (PARKED_RANK, ())], ids=["rank 0", "in a rehearsal"])
+def test_a_killed_worker_that_does_not_go_makes_its_host_bad(
+    host: Host, rank: int, blamed: tuple[int, ...]
+) -> None:
+    """One that rehearses has no rank yet, and the leader knows nobody of the rank that stands for this."""
+    worker = host.lost_worker(rank)
+    host.faults.unreaped(worker)
+    fault = host.reported()
+    assert fault is not None
+    assert (fault.kind, fault.ranks) == (FaultKind.DEVICE, blamed)
+    assert str(worker.handle.pid) in fault.detail
