@@ -203,12 +203,14 @@ def make_cgroup(limit_bytes: int) -> Path:
     """A memory cgroup with a limit; version 1 or 2, whichever this machine lets a test make."""
     name = f"deadpool-test-{os.getpid()}"
     for parent, limit_file in ((CGROUPS[0], "memory.limit_in_bytes"), (CGROUPS[1], "memory.max")):
-        with suppress(OSError):
-            (parent / name).mkdir()
-            if (parent / name / limit_file).exists():
-                (parent / name / limit_file).write_text(str(limit_bytes))
-                return parent / name
-            (parent / name).rmdir()
+        group = parent / name
+        with suppress(OSError), ExitStack() as undo:
+            group.mkdir()
+            undo.callback(group.rmdir)
+            if (group / limit_file).exists():
+                (group / limit_file).write_text(str(limit_bytes))
+                undo.pop_all()
+                return group
     pytest.skip("this machine lets a test make no memory cgroup")
 
 
@@ -216,9 +218,9 @@ HOSTILE = (
     os.urandom(1 << 16),
     struct.pack(">I", (1 << 32) - 1),
     struct.pack("<I", (1 << 32) - 1) * 32,
-    b"GET / HTTP/1.1\\r\\n\\r\\n",
+    b"GET / HTTP/1.1\r\n\r\n",
     b"DEADPOOL",  # half a greeting, and then silence
-    b"\\0\\0",
+    b"\0\0",
     b"",
 )
 

@@ -34,7 +34,9 @@ def config_of(stage: int, **zero: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam])
-def test_the_adams_that_deepspeed_has_for_cpus(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adams_that_deepspeed_has_for_cpus_are_refused(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Their C++ part takes half a minute to build; the class is what is refused.
     monkeypatch.setattr(kind, "__init__", _init_adam)
     monkeypatch.setattr(kind, "__del__", lambda self: None, raising=False)
@@ -45,7 +47,7 @@ def test_the_adams_that_deepspeed_has_for_cpus(kind: Any, monkeypatch: pytest.Mo
     assert "CPU optimizers keep running products" in refused(config, model, optimizer=kind(params))
 
 
-def test_the_wrapper_that_deepspeed_puts_around_its_fused_adam_without_zero() -> None:
+def test_the_wrapper_that_deepspeed_puts_around_its_fused_adam_without_zero_is_refused() -> None:
     with world(0, 2):
         engine, *_ = deepspeed.initialize(model=make_model(), config=config_of(0))
         engine.optimizer = object()
@@ -58,13 +60,13 @@ def _init_adam(optimizer: Any, params: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_offload_of_the_optimizer_to_the_cpu(stage: int) -> None:
+def test_offload_of_the_optimizer_to_the_cpu_is_refused(stage: int) -> None:
     config = config_of(stage, offload_optimizer={"device": "cpu", "pin_memory": False})
     config["zero_force_ds_cpu_optimizer"] = False
     assert "offload to the CPU is not covered" in refused(config)
 
 
-def test_offload_to_nvme(tmp_path: Path) -> None:
+def test_offload_to_nvme_is_refused(tmp_path: Path) -> None:
     config = config_of(3)
     with world(0, 2):
         engine, *_ = deepspeed.initialize(model=make_model(), config=config)
@@ -76,7 +78,7 @@ def test_offload_to_nvme(tmp_path: Path) -> None:
             collect({"engine": engine})
 
 
-def test_mixture_of_experts() -> None:
+def test_a_mixture_of_experts_is_refused() -> None:
     with world(0, 2):
         deepspeed.init_distributed(verbose=False)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=2))
@@ -85,7 +87,7 @@ def test_mixture_of_experts() -> None:
             collect({"engine": engine})
 
 
-def test_curriculum_learning() -> None:
+def test_curriculum_learning_is_refused() -> None:
     config = config_of(1)
     learning = {"enabled": True, "curriculum_metrics": {"length": {}}}
     sampling = {"enabled": True, "num_workers": 0, "curriculum_learning": learning}
@@ -93,7 +95,7 @@ def test_curriculum_learning() -> None:
     assert "curriculum learning and data sampling of DeepSpeed are not covered" in refused(config)
 
 
-def test_random_ltd() -> None:
+def test_random_ltd_is_refused() -> None:
     config = config_of(1)
     schedule = {"min_value": 2, "max_value": 4, "schedule_type": "fixed_linear", "schedule_config": {}}
     schedule["schedule_config"] = {"require_steps": 10, "seq_per_step": 1}
@@ -112,14 +114,14 @@ def test_random_ltd() -> None:
     assert "random-LTD is not covered" in refused(config)
 
 
-def test_hpz() -> None:
+def test_hpz_is_refused() -> None:
     assert "hpZ is not covered" in refused(config_of(3, zero_hpz_partition_size=2))
 
 
 @pytest.mark.parametrize(
     "field", ["zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"]
 )
-def test_quantisation_of_zero_plus_plus(field: str) -> None:
+def test_quantisation_of_zero_plus_plus_is_refused(field: str) -> None:
     with world(0, 2):
         engine, *_ = deepspeed.initialize(model=make_model(), config=config_of(3))
         setattr(engine._config.zero_config, field, True)  # its kernels exist for GPUs only
@@ -127,7 +129,7 @@ def test_quantisation_of_zero_plus_plus(field: str) -> None:
             collect({"engine": engine})
 
 
-def test_an_optimizer_whose_lazy_state_is_unknown() -> None:
+def test_an_optimizer_whose_lazy_state_is_unknown_is_refused() -> None:
     config = config_of(2)
     config["zero_allow_untested_optimizer"] = True
     del config["optimizer"], config["scheduler"]
@@ -142,7 +144,7 @@ def test_an_optimizer_whose_lazy_state_is_unknown() -> None:
     assert "what its first step creates is unknown" in refused(config, optimizer=Odd)
 
 
-def test_an_iterator_that_the_engine_was_given_before_wrap() -> None:
+def test_an_iterator_that_the_engine_was_given_before_wrap_is_refused() -> None:
     with world(0, 4):
         deepspeed.init_distributed(verbose=False)
         model = deepspeed.PipelineModule(list(make_model()), num_stages=2, loss_fn=nn.CrossEntropyLoss())

@@ -20,7 +20,7 @@ def check_example(folder: Path, inject: str, *options: str, nnodes: int = 3, spa
     )
 
 
-# By default four runs that together have every value of the matrix below, short ones. The fault comes
+# By default four runs that together have every value of the combinations below, short ones. The fault comes
 # when steps are committed already: one takes 30 ms, and the first capture some of them.
 
 
@@ -55,7 +55,9 @@ def test_in_stage_3_the_spare_that_took_over_is_lost_too(tmp_path: Path) -> None
 @pytest.mark.parametrize("accumulate", ["1", "2"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
-def test_the_matrix(stage: str, dtype: str, accumulate: str, overlap: str, tmp_path: Path) -> None:
+def test_a_rank_is_lost_with_each_combination_of_settings(
+    stage: str, dtype: str, accumulate: str, overlap: str, tmp_path: Path
+) -> None:
     check_example(tmp_path, FAULT, "--stage", stage, "--dtype", dtype, "--grad-accum", accumulate, overlap)
 
 

@@ -87,7 +87,7 @@ def use_another_scheduler(drill: Drill, patch: pytest.MonkeyPatch) -> None:
         (use_another_scheduler, "the scheduler is a object"),
     ],
 )
-def test_it_is_refused_by_name(
+def test_what_is_not_supported_is_refused_by_name(
     shared_drill: Drill, monkeypatch: pytest.MonkeyPatch, change: Change, words: str
 ) -> None:
     change(shared_drill, monkeypatch)

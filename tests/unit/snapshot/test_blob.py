@@ -230,7 +230,7 @@ def test_an_abort_between_unscale_and_update_leaves_no_trace_in_the_scaler() -> 
     job.scaler.unscale_(job.optimizer)
     restore_blob(job.state, blob, serve=never_serve)
     job.scaler.scale(job.model(torch.randn(4, 3)).sum()).backward()
-    job.scaler.unscale_(job.optimizer)
+    job.scaler.unscale_(job.optimizer)  # torch refuses a second one between two updates
 
 
 def test_a_gradient_is_dropped_or_zero_as_it_was_at_the_boundary() -> None:

@@ -214,7 +214,9 @@ def test_a_bit_flipped_on_the_wire_is_found_and_the_copy_sent_again(holder: Hold
         assert owner.push() == "held"
         held = holder.store.held(0)
         assert held is not None
-        assert held.unique_view(held.bank_of(FIRST) or 0) == owner.segment.unique_view(0)
+        bank = held.bank_of(FIRST)
+        assert bank is not None
+        assert held.unique_view(bank) == owner.segment.unique_view(0)
         assert holder.server.metrics.as_dict()["streams_failed"] == 1
 
 
