@@ -84,7 +84,7 @@ class Agent:
         self.config = config
         self.run_dir = run_dir
         self.host_label = host
-        self.id: MemberId = f"{host}-{secrets.token_hex(3)}"
+        self.id: MemberId = launch.member or f"{host}-{secrets.token_hex(3)}"
         self._launch = launch
         self.token = launch.token
         self._queue: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()

@@ -56,8 +56,27 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
     health = check_health()
     if not health.is_healthy:
         return _complain(health.problems, ExitCode.USER_ERROR)
-    launch = Launch(run_id=run_id, token=token)
-    retry_until_s = 0.0
+    return _live(config, run_dir, host, Launch(run_id=run_id, token=token), current, received)
+
+
+def _live(
+    config: Config,
+    run_dir: Path,
+    host: str,
+    launch: Launch,
+    current: list[Agent],
+    received: list[int],
+    retry_until_s: float = 0.0,
+) -> int:
+    """Be one incarnation after the other; returns the exit code of the last.
+
+    Args:
+        config, run_dir, host: as of `run_agent`.
+        launch: of the first incarnation.
+        current: gets the incarnation that lives, for signals.
+        received: signals so far.
+        retry_until_s: monotonic time until which a control plane that cannot be reached is tried again.
+    """
     while True:
         agent = Agent(config, run_dir, host, launch)
         current[:] = [agent]
@@ -68,7 +87,7 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
         except Replaced as error:
             # The wish for a slot is for the first start only.
             config = replace(config, run=replace(config.run, node_rank=None))
-            launch = Launch(run_id=run_id, token=agent.token, is_return=True)
+            launch = Launch(run_id=launch.run_id, token=agent.token, is_return=True)
             retry_until_s = time.monotonic() + STORE_LIMIT_S
             if not error.is_awaited:
                 threading.Event().wait(REJOIN_DELAY_S)
@@ -78,9 +97,10 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
             return _complain(error.problems, ExitCode.BAD_INPUT)
         except StoreUnavailable as error:
             if time.monotonic() < retry_until_s and not received:
-                threading.Event().wait(
-                    RETRY_S
-                )  # replaced because it was cut off: it may take a while to be heard again
+                # Replaced because it was cut off: it may take a while to be heard again.
+                is_unknown = agent.lease is None  # nobody has heard of this id: it serves the next try, too
+                launch = replace(launch, member=agent.id if is_unknown else "")
+                threading.Event().wait(RETRY_S)
                 continue
             problem = f"control plane unreachable: {error}"
             return _complain((problem,), ExitCode.CONTROL_PLANE_UNREACHABLE)

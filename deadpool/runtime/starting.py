@@ -23,6 +23,7 @@ class Launch:
     run_id: str  # equal for all agents of one launch; "" if they are started one by one
     token: str  # proposed by this agent, and the first agent's counts; the job's own if this one returns
     is_return: bool = False  # an incarnation before this one was replaced
+    member: MemberId = ""  # of a try that did not come as far as registering: one file of events for all
 
 
 def claim_token(registry: Registry, config: Config, launch: Launch, host: str) -> str:
