@@ -19,9 +19,10 @@ import msgspec
 
 from deadpool.core.types import Phase, View
 from deadpool.errors import ConfigError, StoreUnavailable
+from deadpool.membership._events import decode_record
 from deadpool.membership.lease import boottime_s
 from deadpool.membership.records import JobClaim
-from deadpool.membership.registry import Registry, decode_record
+from deadpool.membership.registry import Registry
 from deadpool.membership.store import (
     KeyRange,
     KeyValue,

@@ -27,40 +27,24 @@ import msgspec
 
 from deadpool.core.types import Ack, Fault, Member, MemberId, View
 from deadpool.errors import Fenced, LeaseLost, MembershipError, StoreUnavailable
+from deadpool.membership._events import decode_or_warn, decode_record, to_registry_event
 from deadpool.membership.records import (
-    AckPut,
-    FaultPut,
     FencedMember,
     Finished,
-    FinishedPut,
     JobClaim,
     Leader,
-    LeaderGone,
-    LeaderPut,
-    MemberGone,
-    MemberPut,
     Quarantine,
-    QuarantineGone,
-    QuarantinePut,
     RegistryEvent,
-    StoreLost,
-    StoreReached,
     Term,
-    ViewGone,
-    ViewPut,
 )
 from deadpool.membership.store import (
     Compare,
-    KeyDeleted,
-    KeyPut,
     KeyRange,
     KeyValue,
     Lease,
     MembershipStore,
     Watch,
-    WatchConnected,
     WatchEvent,
-    WatchInterrupted,
     Write,
     is_absent,
     is_created_at,
@@ -99,6 +83,25 @@ class Registry:
         pair = self.store.get(self.job_key)
         return (None, 0) if pair is None else (decode_record(pair, JobClaim), pair.mod_revision)
 
+    def is_job_of(self, token: str, when: str) -> Compare:
+        """The guard that the job is still the one with this token.
+
+        Args:
+            token: of the job that a host belongs to.
+            when: it ended, if it did, as that host sees it: "before ..."; for the message.
+
+        Raises:
+            Fenced: it is not.
+        """
+        claim, revision = self.claim()
+        over = f"job {self.job_id} has ended, or its records were erased, {when}"
+        if claim is None:
+            raise Fenced(f"{over}; to run it again, start all its hosts anew")
+        if claim.token != token:
+            remedy = "start this host anew to join that, or choose another --job-id"
+            raise Fenced(f"{over}, and {claim.claimed_by} has begun another one under this id; {remedy}")
+        return is_modified_at(self.job_key, revision)
+
     # Members
 
     def register(self, member: Member, lease: Lease, token: str) -> None:
@@ -116,9 +119,10 @@ class Registry:
         """
         key = self._member_key(member.id)
         write = Write(key=key, value=_encode(member), lease=lease.id)
-        guards = [self._is_job_of(token), is_absent(key), is_absent(self._fenced_key(member.id))]
+        late = "before this host had joined it"
+        guards = [self.is_job_of(token, late), is_absent(key), is_absent(self._fenced_key(member.id))]
         if self.store.transaction(guards, [write]) is None:
-            self._is_job_of(token)
+            self.is_job_of(token, late)
             found = self.store.get(key)
             if found is None or found.lease != lease.id:  # else: an earlier try whose answer was lost
                 raise MembershipError(f"member id {member.id} is already registered in job {self.job_id}")
@@ -145,6 +149,7 @@ class Registry:
             if fenced is not None:
                 reason = decode_record(fenced, FencedMember).reason
                 raise Fenced(f"member {member.id} was fenced: {reason}")
+            is_job = self.is_job_of(token, f"while member {member.id} had no lease")
             view, revision = self.view()
             if holds_slot and view is None:
                 raise Fenced(f"job {self.job_id} has no View any more; member {member.id} must end")
@@ -153,11 +158,7 @@ class Registry:
                     f"member {member.id} was replaced while its lease had ended (View of generation "
                     f"{view.generation}: {view.reason}); it must write nothing more"
                 )
-            guards = [
-                self._is_job_of(token),
-                is_modified_at(self.view_key, revision),
-                is_absent(fenced_key),
-            ]
+            guards = [is_job, is_modified_at(self.view_key, revision), is_absent(fenced_key)]
             if self.store.transaction(guards, [write]) is not None:
                 return
 
@@ -165,7 +166,7 @@ class Registry:
         """Members whose lease is good, in order of registration."""
         pairs, _ = self.store.get_prefix(self.members_prefix)
         ordered = sorted(pairs, key=lambda pair: pair.create_revision)
-        found = (_decode_or_warn(pair, Member) for pair in ordered)
+        found = (decode_or_warn(pair, Member) for pair in ordered)
         return tuple(member for member in found if member is not None)
 
     def fence(self, member_id: MemberId, reason: str, term: Term, *, quarantine: bool = False) -> bool:
@@ -193,7 +194,7 @@ class Registry:
         writes = [Write(key=self._fenced_key(member_id), value=_encode(fenced))]
         if quarantine:
             # Without its record, the host is told by the id: its label, a hyphen, random digits.
-            member = None if pair is None else _decode_or_warn(pair, Member)
+            member = None if pair is None else decode_or_warn(pair, Member)
             host = member_id.rpartition("-")[0] if member is None else member.host
             writes.append(self._quarantining(Quarantine(host=host, member=member_id, reason=reason)))
         guards = [is_created_at(self._leader_key, term)]
@@ -338,7 +339,7 @@ class Registry:
 
     @staticmethod
     def _recoveries_in(pair: KeyValue | None) -> list[dict[str, Any]]:
-        return [] if pair is None else (_decode_or_warn(pair, list[dict[str, Any]]) or [])
+        return [] if pair is None else (decode_or_warn(pair, list[dict[str, Any]]) or [])
 
     # Clean-up
 
@@ -374,73 +375,13 @@ class Registry:
         `on_event` runs on a thread of the watch: hand over and return. Records of an unknown form are logged
         and left out.
         """
-        return self.store.watch(self.prefix, lambda event: self._translate(event, on_event))
 
-    def _translate(self, event: WatchEvent, on_event: Callable[[RegistryEvent], None]) -> None:
-        made: RegistryEvent | None
-        match event:
-            case KeyPut(pair=pair):
-                made = self._from_put(pair)
-            case KeyDeleted(key=key):
-                made = self._from_delete(key)
-            case WatchConnected(revision=revision):
-                made = StoreReached(revision=revision)
-            case WatchInterrupted(problem=problem):
-                made = StoreLost(problem=problem)
-        if made is not None:
-            on_event(made)
+        def report(event: WatchEvent) -> None:
+            made = to_registry_event(event, self.prefix)
+            if made is not None:
+                on_event(made)
 
-    def _from_put(self, pair: KeyValue) -> RegistryEvent | None:
-        folder, _, _ = pair.key.removeprefix(self.prefix).partition("/")
-        match folder:
-            case "members":
-                member = _decode_or_warn(pair, Member)
-                return MemberPut(member=member, lease=pair.lease) if member else None
-            case "leader":
-                leader = _decode_or_warn(pair, Leader)
-                return LeaderPut(member_id=leader.member, term=pair.create_revision) if leader else None
-            case "view":
-                view = _decode_or_warn(pair, View)
-                return ViewPut(view=view, revision=pair.mod_revision) if view else None
-            case "acks":
-                ack = _decode_or_warn(pair, Ack)
-                return AckPut(ack=ack) if ack else None
-            case "faults":
-                fault = _decode_or_warn(pair, Fault)
-                return FaultPut(fault=fault) if fault else None
-            case "finished":
-                finished = _decode_or_warn(pair, Finished)
-                return (
-                    FinishedPut(member_id=finished.member, generation=finished.generation)
-                    if finished
-                    else None
-                )
-            case "quarantine":
-                quarantine = _decode_or_warn(pair, Quarantine)
-                return QuarantinePut(quarantine=quarantine) if quarantine else None
-            case _:
-                return None  # job and recoveries are read when they are needed
-
-    def _from_delete(self, key: str) -> RegistryEvent | None:
-        folder, _, rest = key.removeprefix(self.prefix).partition("/")
-        match folder:
-            case "members":
-                return MemberGone(member_id=rest)
-            case "leader":
-                return LeaderGone()
-            case "view":
-                return ViewGone()
-            case "quarantine":
-                return QuarantineGone(host=rest)
-            case _:
-                return None  # cleaned up
-
-    def _is_job_of(self, token: str) -> Compare:
-        """The guard that the job is still the one with this token; raises Fenced if it is not."""
-        claim, revision = self.claim()
-        if claim is None or claim.token != token:
-            raise Fenced(f"job {self.job_id} ended before this host had joined it")
-        return is_modified_at(self.job_key, revision)
+        return self.store.watch(self.prefix, report)
 
     def _member_key(self, member_id: MemberId) -> str:
         return f"{self.members_prefix}{member_id}"
@@ -469,29 +410,9 @@ class Registry:
 
     def _list(self, folder: str, kind: type[_T]) -> tuple[_T, ...]:
         pairs, _ = self.store.get_prefix(f"{self.prefix}{folder}")
-        found = (_decode_or_warn(pair, kind) for pair in pairs)
+        found = (decode_or_warn(pair, kind) for pair in pairs)
         return tuple(record for record in found if record is not None)
 
 
 def _digits(generation: int) -> str:
     return f"{generation:010d}"
-
-
-def decode_record(pair: KeyValue, kind: type[_T]) -> _T:
-    """Decode one record.
-
-    Raises:
-        MembershipError: it has another form, as written by another version.
-    """
-    try:
-        return msgspec.json.decode(pair.value, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MembershipError(f"the record {pair.key} cannot be read as {kind.__name__}: {error}") from error
-
-
-def _decode_or_warn(pair: KeyValue, kind: type[_T]) -> _T | None:
-    try:
-        return decode_record(pair, kind)
-    except MembershipError as error:
-        _log.warning("%s; it is left out (do all hosts run the same version of DeadPool?)", error)
-        return None

@@ -47,9 +47,7 @@ def claim_token(registry: Registry, config: Config, launch: Launch, host: str) -
         claimed_by=f"{socket.gethostname()}:{os.getpid()}",
     )
     if launch.is_return:  # never into another job, and not into a new one that only this host would form
-        found, _ = registry.claim()
-        if found is None or found.token != launch.token:
-            raise Fenced(f"host {host} was replaced, and job {registry.job_id} ended before it came back")
+        registry.is_job_of(launch.token, f"before host {host} had come back to it")
         claimed = launch.token
     else:
         claimed = claim_job(registry, claim, config.membership.lease_ttl_s).token

@@ -63,13 +63,27 @@ def test_a_host_that_comes_after_the_end_of_its_job_does_not_form_it_anew(regist
     registry.store.lease_revoke(lease.id)
     assert registry.erase_if_last(TOKEN)
 
-    with pytest.raises(Fenced, match="ended before this host had joined it"):
+    with pytest.raises(Fenced, match="before this host had joined it; to run it again, start all its hosts"):
         registry.register(MEMBERS[1], late, TOKEN)
     put_claim(registry, token="of a new job")
-    with pytest.raises(Fenced, match="ended before this host had joined it"):
+    with pytest.raises(Fenced, match="before this host had joined it, and h0, process 1 has begun another"):
         registry.register(MEMBERS[1], late, TOKEN)
-    with pytest.raises(Fenced, match="ended before this host had joined it"):
-        registry.register_again(MEMBERS[1], late, TOKEN, holds_slot=False)
+    assert registry.members() == ()
+
+
+@pytest.mark.parametrize("holds_slot", [False, True], ids=["a spare", "an active host"])
+def test_a_member_whose_job_ends_while_its_own_lease_has_ended_hears_that(
+    registry: Registry, holds_slot: bool
+) -> None:
+    lease = registry.store.lease_grant(60)
+    enrolled = f"while member {MEMBERS[1].id} had no lease"
+
+    registry.erase()
+    with pytest.raises(Fenced, match=f"{enrolled}; to run it again, start all its hosts"):
+        registry.register_again(MEMBERS[1], lease, TOKEN, holds_slot=holds_slot)
+    put_claim(registry, token="of a new job")
+    with pytest.raises(Fenced, match=f"{enrolled}, and h0, process 1 has begun another"):
+        registry.register_again(MEMBERS[1], lease, TOKEN, holds_slot=holds_slot)
     assert registry.members() == ()
 
 
