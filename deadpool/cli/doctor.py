@@ -10,12 +10,13 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deadpool.cli.dial import silent_ones
 from deadpool.cli.slurm import tools
-from deadpool.cli.slurm.job import read_job
+from deadpool.cli.slurm.job import own_command_id, read_job
+from deadpool.cli.slurm.script import handles, options_of, warning_of
 from deadpool.config import Config
 from deadpool.core.types import Phase
 from deadpool.errors import ConfigError, ExitCode, StoreUnavailable
@@ -24,8 +25,6 @@ from deadpool.membership.registry import Registry
 from deadpool.runtime.endpoints import etcd_config
 
 TOOL_LIMIT_S = 3.0
-DIAL_LIMIT_S = 1.0
-DIALS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +43,8 @@ class Facts:
     job: Mapping[str, str]  # as scontrol shows it
     script: str = ""  # the batch script
     scheduler: str = ""  # SchedulerParameters
+    folders: tuple[Path, ...] = ()  # where the run folder was looked for, below deadpool-runs
+    warning_signal: str | None = None  # what the hosts expect ahead of the time limit
     config: Config | None = None  # of the job, once `prepare` has run
     etcd_version: str | None = None
     etcd_problem: str = ""
@@ -61,20 +62,21 @@ def doctor_command(
     """Print the findings; returns 0 if there is nothing to change, else 2.
 
     Args:
-        run: folder that `deadpool slurm prepare` printed; None: looked for below the current folder.
-        slurm_id: Slurm's job id; None: that of the allocation we are in.
+        run: folder that `deadpool slurm prepare` printed; None: looked for below the current folder and
+            that of the job.
+        slurm_id: Slurm's job id, `<array id>_<task>` for a task of an array; None: that of `run`, else of
+            the allocation we are in.
         environment: of this process.
 
     Raises:
         ConfigError: no job is named, and this is none.
     """
-    slurm_id = slurm_id or environment.get("SLURM_JOB_ID")
     if slurm_id is None and run is not None:
-        slurm_id = read_job(run).slurm_id
+        slurm_id = read_job(run).command_id
+    slurm_id = slurm_id or own_command_id(environment)
     if slurm_id is None:
         raise ConfigError(["call it inside an allocation, or name the job: --job ID"])
-    run = run or next(Path().glob(f"deadpool-runs/*/slurm-{slurm_id}/slurm.json"), Path("/")).parent
-    findings = examine(gather(run if (run / "slurm.json").exists() else None, slurm_id, environment))
+    findings = examine(gather(run, slurm_id, environment))
     for finding in findings:
         print(f"{'ok    ' if finding.is_good else 'change'}  {finding.subject}: {finding.text}")
     return 0 if all(finding.is_good for finding in findings) else int(ExitCode.BAD_INPUT)
@@ -85,16 +87,23 @@ def gather(run: Path | None, slurm_id: str, environment: Mapping[str, str]) -> F
 
     Raises:
         SlurmFailed: slurmctld does not tell of this job.
+        ConfigError: the id is that of a whole array, or `run` is not what `prepare` printed.
     """
-    job = tools.fields_of(
-        tools.call("scontrol", "show", "job", "--oneliner", slurm_id, timeout_s=TOOL_LIMIT_S)
-    )
-    config = None if run is None else read_job(run).decode_config()
+    shown = tools.call("scontrol", "show", "job", "--oneliner", slurm_id, timeout_s=TOOL_LIMIT_S)
+    if len(shown.strip().splitlines()) > 1:
+        raise ConfigError([f"job {slurm_id} is an array: name one of its tasks, as in --job {slurm_id}_1"])
+    job = tools.fields_of(shown)
+    folders = (Path(), Path(job["WorkDir"])) if job.get("WorkDir") else (Path(),)
+    run = run or find_run(folders, job["JobId"])
+    written = None if run is None else read_job(run)
+    config = None if written is None else written.decode_config()
     seen = _Cluster(config)
     return Facts(
         job=job,
-        script=_or_nothing("scontrol", "write", "batch_script", slurm_id, "-"),
+        script=_or_nothing("scontrol", "write", "batch_script", job["JobId"], "-"),
         scheduler=_scheduler_parameters(),
+        folders=folders,
+        warning_signal=None if written is None else written.warning_signal,
         config=config,
         etcd_version=seen.etcd_version,
         etcd_problem=seen.problem,
@@ -107,9 +116,21 @@ def gather(run: Path | None, slurm_id: str, environment: Mapping[str, str]) -> F
     )
 
 
+def find_run(folders: Iterable[Path], slurm_id: str) -> Path | None:
+    """Run folder of the newest submission of a job, also if Slurm has requeued it; None if there is none."""
+    found: dict[int, Path] = {}
+    for folder in folders:
+        for path in folder.glob(f"deadpool-runs/*/slurm-{slurm_id}*/slurm.json"):
+            name = re.fullmatch(rf"slurm-{slurm_id}(?:\.(\d+))?", path.parent.name)
+            if name is not None:
+                found[int(name[1] or 0)] = path.parent
+    return found[max(found)] if found else None
+
+
 def examine(facts: Facts) -> list[Finding]:
     """What the facts mean."""
     return [
+        *_examine_run(facts),
         *_examine_allocation(facts),
         *_examine_spares(facts),
         *_examine_network(facts),
@@ -121,8 +142,24 @@ def _check(subject: str, is_good: bool, good: str, bad: str) -> Finding:
     return Finding(subject=subject, is_good=is_good, text=good if is_good else bad)
 
 
+def _examine_run(facts: Facts) -> Iterable[Finding]:
+    if facts.config is None and facts.job.get("JobState") == "PENDING":
+        yield _check(
+            "run folder", True, "the job has not started: only what Slurm knows of it is looked at", ""
+        )
+    elif facts.config is None:
+        looked = " or ".join(str(folder.absolute() / "deadpool-runs") for folder in facts.folders)
+        yield _check(
+            "run folder",
+            False,
+            "",
+            f"none of this job below {looked}, so spares, ports and etcd are not looked at: give the folder "
+            "that `deadpool slurm prepare` printed; the nodes' logs are in it",
+        )
+
+
 def _examine_allocation(facts: Facts) -> Iterable[Finding]:
-    options = " ".join(re.findall(r"^#SBATCH\s+([^#\n]*)", facts.script, re.MULTILINE))
+    options = options_of(facts.script)
     if not facts.script:
         yield _check("no-kill", True, "the batch script cannot be read: make sure it has --no-kill", "")
     else:
@@ -132,13 +169,7 @@ def _examine_allocation(facts: Facts) -> Iterable[Finding]:
             "a dead node does not end the job",
             "the first dead node ends the whole job: add `#SBATCH --no-kill`, unless sbatch was given it",
         )
-        yield _check(
-            "signal",
-            re.search(r"(^|\s)--signal[=\s](?!B:)", options) is not None,
-            "the agents are warned before the time is up",
-            "the newest step is not saved before the time is up: add `#SBATCH --signal=TERM@120`, without "
-            "`B:`, which would tell the batch script only",
-        )
+        yield _examine_signal(warning_of(facts.script), facts.warning_signal)
     yield _check(
         "requeue",
         facts.job.get("Requeue") == "0",
@@ -151,6 +182,19 @@ def _examine_allocation(facts: Facts) -> Iterable[Finding]:
         limit != "UNLIMITED",
         f"limit {limit}",
         "no limit: a job that is stuck stays for ever; add `#SBATCH --time`",
+    )
+
+
+def _examine_signal(sent: str | None, expected: str | None) -> Finding:
+    if sent is None:
+        remedy = "add `#SBATCH --signal=TERM@120`, without `B:`, which would tell the batch script only"
+        return _check("signal", False, "", f"the newest step is not saved before the time is up: {remedy}")
+    return _check(
+        "signal",
+        expected is None or handles(expected, sent),
+        f"the agents are warned with {sent} before the time is up",
+        f"{sent} comes before the time is up and ends the agents with nothing saved, as they wait for "
+        f"{expected}: give --warning-signal {sent}",
     )
 
 
@@ -245,19 +289,7 @@ class _Cluster:
             for port in (member.control_port, member.data_port, member.rendezvous_port)
         ]
         self.asked = len(ports)
-        with ThreadPoolExecutor(DIALS_AT_ONCE) as pool:
-            answers = pool.map(_answers, ports)
-        self.unreachable = tuple(
-            f"{host}:{port}" for (host, port), answer in zip(ports, answers, strict=True) if not answer
-        )
-
-
-def _answers(address: tuple[str, int]) -> bool:
-    try:
-        with socket.create_connection(address, timeout=DIAL_LIMIT_S):
-            return True
-    except OSError:
-        return False
+        self.unreachable = tuple(f"{host}:{port}" for host, port in silent_ones(ports))
 
 
 def _own_address() -> str:

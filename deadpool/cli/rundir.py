@@ -15,6 +15,17 @@ import msgspec
 T = TypeVar("T")
 
 
+class AgentLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of agents.jsonl: this agent answers there."""
+
+    member: str
+    address: str  # IP:control_port
+
+    @property
+    def host(self) -> str:
+        return self.member.rpartition("-")[0]
+
+
 class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
     """A line of workers.jsonl: this process runs as this rank from now on."""
 
@@ -73,10 +84,9 @@ def read_workers(run_dir: Path) -> list[WorkerLine]:
     return list(_typed(_json_lines(run_dir / "workers.jsonl"), WorkerLine))
 
 
-def read_agent_addresses(run_dir: Path) -> tuple[str, ...]:
-    """`address:control_port` of every agent that registered on this machine."""
-    lines = _json_lines(run_dir / "agents.jsonl")
-    return tuple(dict.fromkeys(str(line["address"]) for line in lines if "address" in line))
+def read_agents(run_dir: Path) -> list[AgentLine]:
+    """Agents in the order in which they started."""
+    return list(_typed(_json_lines(run_dir / "agents.jsonl"), AgentLine))
 
 
 def read_injections(run_dir: Path) -> list[InjectionRecord]:

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from deadpool.cli.jobs import JobFile, find_job_at, is_running
-from deadpool.cli.rundir import read_agent_addresses
+from deadpool.cli.rundir import read_agents
 from deadpool.core.types import Member, MemberId, Phase, View
 from deadpool.errors import ConfigError, ExitCode, MembershipError
 from deadpool.membership.registry import RECOVERIES_KEPT
@@ -79,7 +79,8 @@ def gather_status(job: JobFile) -> tuple[JobStatus, str]:
     """
     deadline_s = time.monotonic() + DEADLINE_S
     # Without the job's token agents do not answer; for hosts that were started one by one etcd has it.
-    hints = (job.members_hint or read_agent_addresses(Path(job.run_dir))) if job.token else ()
+    noted = dict.fromkeys(agent.address for agent in read_agents(Path(job.run_dir)))
+    hints = (job.members_hint or tuple(noted)) if job.token else ()
     hinted = {hint: _Question(partial(_ask_agent, hint, job.token, deadline_s)) for hint in hints}
     # gRPC takes a third of a second to import, more on a busy machine: that is not etcd's silence.
     import_module("deadpool.membership.etcd")

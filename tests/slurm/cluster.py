@@ -34,7 +34,7 @@ ClusterName=test
 SlurmctldHost={host}({controller})
 SlurmctldPort={controller_port}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
 CredType=cred/munge
 SlurmUser=root
 SlurmdUser=root

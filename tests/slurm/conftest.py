@@ -14,6 +14,7 @@ import pytest
 
 from deadpool.cli.compare import compare_runs
 from deadpool.cli.rundir import read_digests
+from deadpool.cli.slurm.job import submission_name
 from deadpool.cli.slurm.template import job_template
 from deadpool.testing.cluster import Event, Job, JobSpec, run_to_end
 from tests.slurm.cluster import Cluster, wait_until, why_not
@@ -32,23 +33,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Submitted:
-    """A job in the queue, and what it leaves in its folder."""
+    """A job in the queue, and what it leaves in its folder; `restart`: how often Slurm has requeued it."""
 
-    def __init__(self, cluster: Cluster, folder: Path, slurm_id: str) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, slurm_id: str, restart: int = 0) -> None:
         self.cluster = cluster
         self.slurm_id = slurm_id
         self._folder = folder
+        self._restart = restart
 
     @property
     def run_dir(self) -> Path:
-        return next(self._folder.glob(f"deadpool-runs/*/slurm-{self.slurm_id}"))
+        return next(self._folder.glob(f"deadpool-runs/*/{self._name}"))
 
     @property
     def records_dir(self) -> Path:
-        return self._folder / f"records-{self.slurm_id}"
+        return self._folder / f"records-{self.slurm_id}.{self._restart}"
+
+    @property
+    def _name(self) -> str:
+        return submission_name(self.slurm_id, str(self._restart))
 
     def events(self) -> list[Event]:
-        paths = self._folder.glob(f"deadpool-runs/*/slurm-{self.slurm_id}/events-*.jsonl")
+        paths = self._folder.glob(f"deadpool-runs/*/{self._name}/events-*.jsonl")
         found = [
             json.loads(line)
             for path in paths
@@ -128,6 +134,7 @@ class Rig:
         options: tuple[str, ...] = (),
         active: int = ACTIVE,
         sbatch: tuple[str, ...] = (),
+        setup: str = "",
     ) -> Path:
         """The template as a user would fill it in."""
         text = job_template()
@@ -137,10 +144,12 @@ class Rig:
         text = re.sub(r"#SBATCH --nodes=.*\n", "", text)
         text = re.sub(r"#SBATCH --time=.*\n", directives, text)
         text = text.replace("SPARES=1\n", f"SPARES={spares}\n")
-        given = ("--lease-ttl-s", "3", "--record-dir", '"records-$SLURM_JOB_ID"', *options)
+        records = '"records-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'
+        given = ("--lease-ttl-s", "3", "--record-dir", records, *options)
         text = re.sub(r"OPTIONS=\(\n.*?\n\)\n", f"OPTIONS=({' '.join(given)})\n", text, flags=re.DOTALL)
         train = " ".join([str(TOY), *args])
         text = re.sub(r"TRAIN=\(\n.*?\n\)\n", f"TRAIN=({train})\n", text, flags=re.DOTALL)
+        text = text.replace("# source venv/bin/activate\n", f"{setup}\n")
         path = folder / "job.sbatch"
         path.write_text(text)
         return path

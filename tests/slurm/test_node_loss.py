@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from deadpool.store.checkpoint import latest_complete
 from tests.slurm.conftest import StartCluster
 
 ARGS = ("--steps", "200", "--step-s", "0.1")
@@ -37,3 +40,21 @@ def test_the_job_outlives_its_batch_host_and_leaves_the_queue(
     assert shown["JobState"] == "CANCELLED", job.output
     assert job.result()["phase"] == "finished"
     rig.check_identical(job, ARGS)
+
+
+@pytest.mark.full
+def test_a_job_that_slurm_ends_because_its_batch_host_came_back_has_saved_its_newest_step(
+    rig: Any, start_cluster: StartCluster, tmp_path: Path
+) -> None:
+    cluster = start_cluster(4)
+    job = rig.submit(cluster, tmp_path, ("--steps", "100000", *ARGS[2:]))
+    job.wait_for("snapshot.committed", step=lambda step: step >= STRIKE_AT)
+    cluster.kill_node("n1")
+    recovered = job.wait_for("recovery.done")
+    cluster.start_node("n1")
+    shown = job.wait_until_gone()
+    assert (shown["JobState"], shown["ExitCode"]) == ("NODE_FAIL", "0:1"), job.output
+    saved = latest_complete(job.run_dir.parent / "checkpoints")
+    assert saved is not None, job.output
+    assert saved.name.step > recovered["step"]
+    assert not (job.run_dir / "resubmitted").exists()

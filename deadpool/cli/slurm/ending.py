@@ -19,19 +19,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from deadpool.cli.rundir import read_agents
 from deadpool.cli.slurm import tools
 from deadpool.cli.slurm.grow import cancel_requests
-from deadpool.cli.slurm.job import SlurmJob, read_ends
-from deadpool.config import Config
-from deadpool.errors import ExitCode, StoreUnavailable
+from deadpool.cli.slurm.job import SlurmJob, read_ends, read_grown
+from deadpool.cli.slurm.members import Members
+from deadpool.errors import ExitCode
 from deadpool.liveness.stat import is_running
-from deadpool.membership.etcd import EtcdStore
-from deadpool.membership.registry import Registry
-from deadpool.runtime.endpoints import etcd_config
 from deadpool.runtime.result import read_result
 
 POLL_S = 0.5
-UNREACHABLE_S = 5.0  # etcd ends with its hosts: silence for so long after an end means that all have ended
+LOOK_S = 10.0  # between two questions to etcd while nothing says that the job is ending
+DESERTED_S = 300.0  # as long as Slurm itself, by default, waits for a silent node
 DIAL_S = 2.5
 DIAL_TIMEOUT_S = 2.0
 TURN_S = 0.2  # added to the pause between two looks, for every place in the list of nodes
@@ -40,62 +39,62 @@ RESUBMITTED = "resubmitted"
 _STOPPED = (int(ExitCode.TERMINATED), int(ExitCode.INTERRUPTED))
 
 
-class Members:
-    """Asks etcd whether the job still has members."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._silent_since_s: float | None = None
-
-    def have_ended(self, *, by_silence: bool) -> bool:
-        """Whether nobody is registered any more.
-
-        Args:
-            by_silence: whether an etcd that does not answer for UNREACHABLE_S counts as the end, too.
-        """
-        store = EtcdStore(etcd_config(self._config.membership))
-        try:
-            store.connect()
-            members = Registry(store, self._config.job.job_id).members()
-        except StoreUnavailable:
-            now_s = time.monotonic()
-            self._silent_since_s = self._silent_since_s or now_s
-            return by_silence and now_s - self._silent_since_s >= UNREACHABLE_S
-        finally:
-            store.close()
-        self._silent_since_s = None
-        return not members
-
-
 def wait_for_hosts(run_dir: Path, job: SlurmJob, pids: Sequence[int]) -> None:
     """On the batch host: return when all hosts have ended, without waiting for nodes that are dead.
 
     Slurm ends the step of a dead node only when it has given the node up (SlurmdTimeout, 5 min by default).
+    The hosts of nodes that joined later are no children of the batch script; they count all the same. Hosts
+    that neither end nor register are given up after DESERTED_S and the time that workers may take to start.
 
     Args:
         run_dir: folder of this submission.
         job: what `prepare` wrote.
         pids: of the `srun` processes; that of a dead node may stay.
     """
-    members = Members(job.decode_config())
-    while any(is_running(pid) for pid in pids):
+    config = job.decode_config()
+    members = Members(run_dir, config)
+    limit_s = DESERTED_S + config.membership.start_timeout_s
+    next_look_s = 0.0
+    while True:
         ends = read_ends(run_dir)
-        is_over = bool(read_result(run_dir).phase) or any(code in _STOPPED for code in ends.values())
-        if ends and members.have_ended(by_silence=is_over) and is_over:
+        has_steps = any(is_running(pid) for pid in pids)
+        if not has_steps and all(node in ends for node in read_grown(run_dir)):
             return
+        is_ending = (
+            not has_steps
+            or bool(read_result(run_dir).phase)
+            or any(code in _STOPPED for code in ends.values())
+        )
+        if is_ending or time.monotonic() >= next_look_s:
+            next_look_s = time.monotonic() + LOOK_S
+            members.ask()
+            if is_ending and members.have_ended():
+                return
+            if members.missing_s >= limit_s:
+                print(
+                    f"deadpool: for {members.missing_s:.0f} s no host of job {config.job.job_id} has been "
+                    "registered in etcd, and steps run on: the job is given up; see the logs of the nodes",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                return
         time.sleep(POLL_S)
 
 
-def wait_for_members(config: Config, job_ends: threading.Event, pause_s: float = POLL_S) -> bool:
+def wait_for_members(
+    run_dir: Path, job: SlurmJob, job_ends: threading.Event, pause_s: float = POLL_S
+) -> bool:
     """On any node, after the end of its own host: return True when no member of the job is left.
 
-    Ends also when etcd does not answer any more; returns False if `job_ends` is set: Slurm is ending the job.
-    Bounded by the life of the other hosts, as each member's key lives with its lease.
+    Returns False if `job_ends` is set: Slurm is ending the job. Bounded by the life of the other hosts, as
+    each member's key lives with its lease.
     """
-    members = Members(config)
-    while not members.have_ended(by_silence=True):
+    members = Members(run_dir, job.decode_config())
+    members.ask()
+    while not members.have_ended():
         if job_ends.wait(pause_s):
             return False
+        members.ask()
     return True
 
 
@@ -108,7 +107,7 @@ def end_without_batch_host(run_dir: Path, job: SlurmJob, node: str, job_ends: th
         return False
     # Each node looks more seldom than those before it, so that a thousand do not ask etcd at once.
     place = job.nodes.index(node) if node in job.nodes else len(job.nodes)
-    if not wait_for_members(job.decode_config(), job_ends, POLL_S + place * TURN_S):
+    if not wait_for_members(run_dir, job, job_ends, POLL_S + place * TURN_S):
         return True  # another node was faster
     code, reason = conclude(run_dir)
     print(
@@ -162,6 +161,10 @@ def conclude(run_dir: Path) -> tuple[int, str]:
     failed_codes = sorted(codes - {0})
     if failed_codes:
         return failed_codes[0], "The hosts ended without a result; see their logs."
+    if not read_agents(run_dir):
+        return int(
+            ExitCode.BAD_INPUT
+        ), "No host started: is `deadpool` on PATH there? See the logs of the nodes."
     return int(ExitCode.STATE_LOST), "Every host of the job was killed; no copy is left."
 
 

@@ -16,15 +16,17 @@ import time
 from pathlib import Path
 
 from deadpool.cli.slurm import tools
-from deadpool.cli.slurm.job import SlurmJob, read_job
+from deadpool.cli.slurm.job import SlurmJob, note_grown, read_grown, read_job
 from deadpool.cli.slurm.tools import SlurmFailed
 
 STEP_START_S = 3.0  # a step that lives so long has started
 TAKE_BACK_S = 10.0  # `salloc` asks slurmctld to take a request back
-_GROWN = "grown"  # nodes that joined later, a line each
 _GRANTED = re.compile(r"Granted job allocation (\d+)")
 
-HOST_STEP = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--overlap", "--nodes=1", "--ntasks=1")
+HOST_STEP = (
+    *("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--overlap"),
+    *("--nodes=1", "--ntasks=1", "--export=ALL"),
+)
 """Options of the step of one node: the end of another node must not touch it."""
 
 
@@ -41,11 +43,11 @@ def grow(run_dir: Path, wait_s: float) -> str:
     job = read_job(run_dir)
     environment = tools.clean_environment()
     cancel_requests(job)  # of a leader that died while it waited
-    extra = _allocate(job, _nodes_of(run_dir, job), wait_s, environment)
+    # Every node that the job ever had: those that live cannot be allocated again, those that failed must not.
+    extra = _allocate(job, (*job.nodes, *read_grown(run_dir)), wait_s, environment)
     try:
         node = tools.call("squeue", "--noheader", "--jobs", extra, "--format=%N").strip()
-        with open(run_dir / _GROWN, "a", encoding="utf-8") as file:
-            file.write(f"{node}\n")
+        note_grown(run_dir, node)
         tools.call("scontrol", "update", f"JobId={extra}", "NumNodes=0", environment=environment)
     except SlurmFailed:
         tools.call("scancel", extra)
@@ -61,15 +63,6 @@ def cancel_requests(job: SlurmJob) -> None:
 
 def _request_name(job: SlurmJob) -> str:
     return f"deadpool-grow-{job.slurm_id}"
-
-
-def _nodes_of(run_dir: Path, job: SlurmJob) -> tuple[str, ...]:
-    """Every node this job ever had. Those that live cannot be allocated again; those that failed must not."""
-    try:
-        grown = (run_dir / _GROWN).read_text(encoding="utf-8").split()
-    except FileNotFoundError:
-        grown = []
-    return (*job.nodes, *grown)
 
 
 def _allocate(job: SlurmJob, excluded: tuple[str, ...], wait_s: float, environment: dict[str, str]) -> str:

@@ -40,7 +40,7 @@ def run_host(run_dir: Path, environment: Mapping[str, str] = os.environ) -> int:
             note_end(run_dir, node, code)
             is_over = end_without_batch_host(run_dir, job, node, signals.job_ends)
             has_etcd = any(member.node == node for member in job.etcd)
-            if has_etcd and (is_over or wait_for_members(job.decode_config(), signals.job_ends)):
+            if has_etcd and (is_over or wait_for_members(run_dir, job, signals.job_ends)):
                 time.sleep(LINGER_S)
     except ConfigError:
         note_end(run_dir, node, int(ExitCode.BAD_INPUT))

@@ -6,6 +6,7 @@ The run folder is shared by all nodes, and readable by its user only: it holds t
         checkpoints/             unless --checkpoint-dir names another folder; kept across submissions
         slurm-<id>[.<restart>]/  one per submission: events, records, logs of the nodes, slurm.json
             hosts/<node>.json    how the host of a node ended
+            grown                nodes that joined later
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from deadpool.errors import ConfigError
 from deadpool.runtime.result import write_json
 
 _FILE = "slurm.json"
+_GROWN = "grown"  # a node per line
 
 
 class EtcdNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,8 +56,7 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def command_id(self) -> str:
-        """What scancel and scontrol take: they read the number of an array's last task as the whole array."""
-        return self.slurm_id if self.array is None else "_".join(self.array)
+        return command_id(self.slurm_id, self.array)
 
     def decode_config(self) -> Config:
         return Config.from_bytes(self.config)
@@ -104,16 +105,50 @@ def read_ends(run_dir: Path) -> dict[str, int]:
     return {str(end["node"]): int(end["code"]) for end in ends}
 
 
+def note_grown(run_dir: Path, node: str) -> None:
+    """Say that a node has joined the allocation."""
+    with open(run_dir / _GROWN, "a", encoding="utf-8") as file:
+        file.write(f"{node}\n")
+
+
+def read_grown(run_dir: Path) -> tuple[str, ...]:
+    """Nodes that joined the allocation after its start, those whose host never started included."""
+    try:
+        return tuple((run_dir / _GROWN).read_text(encoding="utf-8").split())
+    except FileNotFoundError:
+        return ()
+
+
 def job_id_of(environment: Mapping[str, str]) -> str:
     """DeadPool's job id for a Slurm job: `slurm-<id>`, for a task of an array `slurm-<array id>-<task>`."""
-    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
-    return f"slurm-{array}-{task}" if array and task else f"slurm-{environment['SLURM_JOB_ID']}"
+    return "-".join(("slurm", *(array_of(environment) or (environment["SLURM_JOB_ID"],))))
 
 
 def submission_of(environment: Mapping[str, str]) -> str:
     """Name of this submission's folder: Slurm's job id, and how often Slurm itself has requeued it."""
-    restart = environment.get("SLURM_RESTART_COUNT", "0")
-    return f"slurm-{environment['SLURM_JOB_ID']}" + (f".{restart}" if restart != "0" else "")
+    return submission_name(environment["SLURM_JOB_ID"], environment.get("SLURM_RESTART_COUNT", "0"))
+
+
+def submission_name(slurm_id: str, restart: str) -> str:
+    """Name of a submission's folder; `restart` is "0" for the first run of this Slurm job."""
+    return f"slurm-{slurm_id}" + (f".{restart}" if restart != "0" else "")
+
+
+def array_of(environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """Id of the array and number of the task in it; None outside of arrays."""
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return (array, task) if array and task else None
+
+
+def command_id(slurm_id: str, array: tuple[str, str] | None) -> str:
+    """What scancel and scontrol take: they read the number of an array's last task as the whole array."""
+    return slurm_id if array is None else "_".join(array)
+
+
+def own_command_id(environment: Mapping[str, str]) -> str | None:
+    """What scontrol takes for the job that this process belongs to; None outside of jobs."""
+    slurm_id = environment.get("SLURM_JOB_ID")
+    return None if slurm_id is None else command_id(slurm_id, array_of(environment))
 
 
 def domain_of(environment: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -13,12 +14,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deadpool.cli.slurm import control_plane, tools
-from deadpool.cli.slurm.job import EtcdNode, SlurmJob, job_id_of, submission_of, write_job
+from deadpool.cli.slurm.job import (
+    EtcdNode,
+    SlurmJob,
+    array_of,
+    command_id,
+    job_id_of,
+    submission_of,
+    write_job,
+)
+from deadpool.cli.slurm.script import handles, warning_of
 from deadpool.config import Config, MembershipConfig
 from deadpool.errors import ConfigError
 
 GROW_WAIT_S = 86400  # in the queue; the request is taken back when the job ends
 _DEFAULT_SLURMD_PORT = 6818
+_NO_WARNINGS = (
+    "INT",
+    "KILL",
+    "STOP",
+    "CHLD",
+)  # they end all at once, cannot be caught, or come of themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +58,11 @@ def prepare(config: Config, wishes: Wishes, environment: Mapping[str, str] = os.
         )
     slurm_id = environment["SLURM_JOB_ID"]
     nodes = tools.expand(environment["SLURM_JOB_NODELIST"])
-    task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
-    array = (task[0], task[1]) if task[0] and task[1] else None
-    shown = tools.show_job(slurm_id if array is None else "_".join(array))
+    array = array_of(environment)
+    shown = tools.show_job(command_id(slurm_id, array))
     known = tools.show_nodes(nodes)
-    problems = _find_problems(config, wishes, nodes)
+    script = _read_script(slurm_id)
+    problems = _find_problems(config, wishes, nodes, script)
     if problems:
         raise ConfigError(problems)
     config = _complete(config, environment)
@@ -80,12 +96,13 @@ def prepare(config: Config, wishes: Wishes, environment: Mapping[str, str] = os.
         warning_signal=wishes.warning_signal,
         submit_options=submit_options(shown),
     )
-    _keep_script(slurm_id, run_dir)
+    if script:
+        (run_dir / "job.sbatch").write_text(script)
     write_job(run_dir, job)
     return run_dir
 
 
-def _find_problems(config: Config, wishes: Wishes, nodes: Sequence[str]) -> list[str]:
+def _find_problems(config: Config, wishes: Wishes, nodes: Sequence[str], script: str) -> list[str]:
     active, spares = config.job.nnodes, config.job.spares
     problems = []
     if active + spares != len(nodes):
@@ -93,8 +110,16 @@ def _find_problems(config: Config, wishes: Wishes, nodes: Sequence[str]) -> list
             f"the allocation has {len(nodes)} nodes, the job wants {active} active and {spares} spare ones: "
             f"let #SBATCH --nodes be {active + spares}, or change --nnodes and --spares"
         )
-    if f"SIG{wishes.warning_signal}" not in signal.Signals.__members__:
-        problems.append(f"--warning-signal {wishes.warning_signal}: no such signal; give TERM, USR1, ...")
+    warning = wishes.warning_signal
+    if f"SIG{warning}" not in signal.Signals.__members__:
+        problems.append(f"--warning-signal {warning}: no such signal; give TERM, USR1, ...")
+    elif warning in _NO_WARNINGS:
+        problems.append(f"--warning-signal {warning}: no step is saved after that one; give TERM, USR1, ...")
+    elif (sent := warning_of(script)) is not None and not handles(warning, sent):
+        problems.append(
+            f"`#SBATCH --signal` sends {sent}, which would end the agents with nothing saved, as "
+            f"--warning-signal is {warning}: give --warning-signal {sent}, or let Slurm send {warning}"
+        )
     command = next(iter(shlex.split(wishes.requeue)), "none")
     if command != "none" and shutil.which(command) is None:
         problems.append(f"--requeue {wishes.requeue}: `{command}` is not on PATH here; name another, or none")
@@ -152,24 +177,33 @@ def _slurmd_port() -> int:
 
 
 def submit_options(shown: Mapping[str, str]) -> tuple[str, ...]:
-    """Options that users give on sbatch's command line, so that the script alone would not repeat them."""
+    """What the job was given: `grow` has no script, and a script does not repeat sbatch's command line."""
     names = {
         "TimeLimit": "--time",
         "Partition": "--partition",
         "Account": "--account",
         "QOS": "--qos",
         "Reservation": "--reservation",
+        "Features": "--constraint",
+        "CPUs/Task": "--cpus-per-task",
+        "MinMemoryNode": "--mem",
+        "MinMemoryCPU": "--mem-per-cpu",
+        "TresPerNode": "--gres",
+        "TresPerTask": "--gpus-per-task",
     }
-    options = [f"{option}={shown[key]}" for key, option in names.items() if shown.get(key)]
+    if shown.get("CPUs/Task") == "1":  # also where nothing was asked for; asked for, it narrows the steps
+        del names["CPUs/Task"]
+    options = [
+        f"{option}={re.sub('gres[:/]', '', shown[key])}" for key, option in names.items() if shown.get(key)
+    ]
     if shown.get("OverSubscribe") == "NO":
         options.append("--exclusive")
-    if shown.get("TresPerNode"):
-        options.append(f"--gres={shown['TresPerNode'].replace('gres:', '')}")
     return tuple(options)
 
 
-def _keep_script(slurm_id: str, run_dir: Path) -> None:
+def _read_script(slurm_id: str) -> str:
     try:
-        tools.call("scontrol", "write", "batch_script", slurm_id, str(run_dir / "job.sbatch"))
+        return tools.call("scontrol", "write", "batch_script", slurm_id, "-")
     except tools.SlurmFailed as error:
         print(f"deadpool: this job cannot be submitted again: {error}", file=sys.stderr, flush=True)
+        return ""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from deadpool.cli.doctor import Facts, examine
+from deadpool.cli.doctor import Facts, examine, find_run
 from deadpool.cli.slurm.template import job_template
 from deadpool.config import Config, JobConfig, MembershipConfig
 
@@ -37,6 +38,12 @@ def test_a_sound_allocation_needs_no_change() -> None:
         (replace(SOUND, script="#SBATCH --signal=TERM@9\n"), "no-kill", "add `#SBATCH --no-kill`"),
         (replace(SOUND, script="#SBATCH -k\n"), "signal", "--signal=TERM@120"),
         (replace(SOUND, script="#SBATCH -k --signal=B:TERM@9\n"), "signal", "without `B:`"),
+        (
+            replace(SOUND, warning_signal="USR1", script="#SBATCH -k --signal=USR2@9\n"),
+            "signal",
+            "--warning-signal USR2",
+        ),
+        (replace(SOUND, config=None, folders=(Path("/x"),)), "run folder", "below /x/deadpool-runs"),
         (replace(SOUND, job={**SOUND.job, "Requeue": "1"}), "requeue", "add `#SBATCH --no-requeue`"),
         (replace(SOUND, job={"Requeue": "0", "TimeLimit": "UNLIMITED"}), "time", "add `#SBATCH --time`"),
         (replace(SOUND, spares_left=0), "spares", "deadpool slurm grow"),
@@ -52,3 +59,19 @@ def test_each_fault_is_found_with_its_remedy(facts: Facts, subject: str, remedy:
     wrong = [finding for finding in examine(facts) if not finding.is_good]
     assert [finding.subject for finding in wrong] == [subject], wrong
     assert remedy in wrong[0].text
+
+
+def test_a_job_that_waits_for_its_nodes_lacks_nothing() -> None:
+    findings = examine(replace(SOUND, job={**SOUND.job, "JobState": "PENDING"}, config=None))
+    assert all(finding.is_good for finding in findings), findings
+
+
+def test_the_folder_of_a_job_is_that_of_its_newest_requeue(tmp_path: Path) -> None:
+    names = ["slurm-3/slurm-7", "slurm-3/slurm-7.2", "slurm-3/slurm-7.10", "slurm-70/slurm-70", "a/slurm-7.x"]
+    for name in names:
+        folder = tmp_path / "deadpool-runs" / name
+        folder.mkdir(parents=True)
+        (folder / "slurm.json").touch()
+    assert find_run([tmp_path / "elsewhere", tmp_path], "7") == tmp_path / "deadpool-runs/slurm-3/slurm-7.10"
+    assert find_run([tmp_path], "70") == tmp_path / "deadpool-runs/slurm-70/slurm-70"
+    assert find_run([tmp_path], "8") is None

@@ -5,34 +5,39 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deadpool.cli.slurm import control_plane, tools
-from deadpool.cli.slurm.ending import conclude, submit_again
+from deadpool.cli.slurm import control_plane, ending, members, tools
+from deadpool.cli.slurm.ending import conclude, submit_again, wait_for_hosts
 from deadpool.cli.slurm.grow import grow
 from deadpool.cli.slurm.job import (
     SlurmJob,
     domain_of,
     job_id_of,
     note_end,
+    note_grown,
     read_ends,
+    read_grown,
     read_job,
     submission_of,
     write_job,
 )
 from deadpool.cli.slurm.prepare import Wishes, prepare, submit_options
-from deadpool.config import Config, JobConfig
+from deadpool.cli.slurm.script import warning_of
+from deadpool.config import Config, JobConfig, MembershipConfig
 from deadpool.errors import ConfigError
-from deadpool.membership.embedded import EMBEDDED_WARNING
+from deadpool.membership.embedded import EMBEDDED_WARNING, EmbeddedEtcd
 from deadpool.membership.etcd import EtcdStore
 from deadpool.runtime.endpoints import etcd_config
+from deadpool.runtime.result import note_agent
 
 
 def test_the_job_id_is_that_of_slurm_and_of_the_task_of_an_array() -> None:
@@ -107,10 +112,75 @@ def test_the_code_of_a_job_follows_from_its_result_and_the_hosts_of_its_last_vie
 ) -> None:
     if result is not None:
         write_result(tmp_path, **result)
+    note_agent(tmp_path, "n1-aa", "127.0.0.1", 1)
     for node, end in ends.items():
         note_end(tmp_path, node, end)
     assert read_ends(tmp_path) == ends
     assert conclude(tmp_path)[0] == code
+
+
+def test_a_job_whose_hosts_never_started_was_given_something_wrong(tmp_path: Path) -> None:
+    assert conclude(tmp_path) == (
+        2,
+        "No host started: is `deadpool` on PATH there? See the logs of the nodes.",
+    )
+
+
+# ---- the wait for the hosts ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
+    with EmbeddedEtcd(tmp_path / "etcd") as etcd:
+        yield etcd
+
+
+def away(endpoint: str = "") -> Config:
+    """A job whose etcd is at `endpoint`, or nowhere."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nowhere = f"127.0.0.1:{closed.getsockname()[1]}"
+    membership = MembershipConfig(etcd=(endpoint or nowhere,), start_timeout_s=0.0)
+    return Config(job=JobConfig(job_id="slurm-7"), membership=membership)
+
+
+def test_a_silent_etcd_ends_no_job_whose_agents_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "UNREACHABLE_S", 0.0)
+    note_end(tmp_path, "n1", 143)  # one host was told to end, and the others go on
+    left = members.Members(tmp_path, away())
+    with socket.create_server(("127.0.0.1", 0)) as agent:
+        note_agent(tmp_path, "n1-aa", "127.0.0.1", 1)
+        note_agent(tmp_path, "n2-bb", *agent.getsockname())
+        left.ask()
+        assert not left.have_ended()
+        note_end(tmp_path, "n2", 0)
+        assert left.have_ended()
+
+
+def test_a_short_silence_of_etcd_is_no_end(tmp_path: Path) -> None:
+    left = members.Members(tmp_path, away())
+    left.ask()
+    assert not left.have_ended()
+    assert left.missing_s == 0.0
+
+
+def test_hosts_that_run_on_and_are_not_registered_are_given_up(
+    tmp_path: Path, etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ending, "DESERTED_S", 0.5)
+    monkeypatch.setattr(ending, "LOOK_S", 0.1)
+    wait_for_hosts(tmp_path, make_job(away(etcd.endpoint)), [os.getpid()])
+    assert "no host of job slurm-7 has been registered in etcd, and steps run on" in capsys.readouterr().err
+
+
+def test_the_wait_is_over_when_no_step_runs_and_the_nodes_that_joined_later_have_ended(
+    tmp_path: Path,
+) -> None:
+    note_grown(tmp_path, "n5")
+    assert read_grown(tmp_path) == ("n5",)
+    note_end(tmp_path, "n5", 0)
+    wait_for_hosts(tmp_path, make_job(away()), [])
 
 
 # ---- etcd ------------------------------------------------------------------------------------------------
@@ -154,7 +224,7 @@ def test_the_etcd_program_is_the_named_one_else_that_on_the_path_else_the_embedd
 ) -> None:
     safe = fake(tmp_path, "etcd", "echo etcd Version: 3.5.9")
     unsafe = fake(tmp_path, "other", "echo etcd Version: 3.5.2")
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert control_plane.find_program() == (str(safe), "")
     monkeypatch.setenv("DEADPOOL_ETCD_BIN", str(unsafe))
     program, warning = control_plane.find_program()
@@ -213,19 +283,26 @@ def test_an_allocation_that_does_not_fit_is_refused_with_every_problem(
         "hostnames) echo n1; echo n2;;",
         "job) echo JobId=7 BatchHost=n1;;",
         "node) echo NodeName=n1 NodeAddr=127.0.0.1; echo NodeName=n2 NodeAddr=127.0.0.1;;",
+        "batch_script) echo '#SBATCH --signal=USR1@60';;",
         "esac",
     ]
     fake(tmp_path, "scontrol", *lines)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     config = Config(job=JobConfig(nnodes=2, spares=1))
-    wishes = Wishes(requeue="no-such-command now", warning_signal="SIGTERM", grow=False)
-    with pytest.raises(ConfigError) as error:
-        prepare(config, wishes, {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"})
-    problems = error.value.problems
-    assert len(problems) == 3
-    assert "the allocation has 2 nodes, the job wants 2 active and 1 spare ones" in problems[0]
-    assert "no such signal" in problems[1]
-    assert "`no-such-command` is not on PATH" in problems[2]
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    for warning_signal, problem in (
+        ("SIGTERM", "no such signal"),
+        ("INT", "no step is saved after that one"),
+        ("TERM", "sends USR1, which would end the agents with nothing saved"),
+    ):
+        wishes = Wishes(requeue="no-such-command now", warning_signal=warning_signal, grow=False)
+        with pytest.raises(ConfigError) as error:
+            prepare(config, wishes, environment)
+        problems = error.value.problems
+        assert len(problems) == 3
+        assert "the allocation has 2 nodes, the job wants 2 active and 1 spare ones" in problems[0]
+        assert problem in problems[1]
+        assert "`no-such-command` is not on PATH" in problems[2]
 
 
 def test_a_new_node_is_none_that_the_job_ever_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +318,7 @@ def test_a_new_node_is_none_that_the_job_ever_had(tmp_path: Path, monkeypatch: p
     write_job(run_dir, job)
     assert read_job(run_dir) == job
     assert (run_dir / "slurm.json").stat().st_mode & 0o777 == 0o600
-    (run_dir / "grown").write_text("n5\n")
+    note_grown(run_dir, "n5")
     assert grow(run_dir, wait_s=20.0) == "n9"
     calls = (tmp_path / "calls").read_text().splitlines()
     name = "name=deadpool-grow-7"
@@ -250,15 +327,37 @@ def test_a_new_node_is_none_that_the_job_ever_had(tmp_path: Path, monkeypatch: p
     assert calls[1] == f"salloc --no-shell --nodes=1 --dependency=expand:7 {options}"
     assert calls[3] == "scontrol update JobId=31 NumNodes=0"
     assert calls[4].startswith("srun --jobid=7 --no-kill --kill-on-bad-exit=0 --wait=0 --overlap")
-    assert (run_dir / "grown").read_text().split() == ["n5", "n9"]
+    assert read_grown(run_dir) == ("n5", "n9")
 
 
-def test_options_of_the_command_line_are_repeated_when_the_job_is_submitted_again() -> None:
+def test_a_further_node_and_another_submission_are_asked_for_as_the_job_was() -> None:
     shown = {"TimeLimit": "01:00:00", "Partition": "long", "OverSubscribe": "NO", "QOS": "normal"}
-    shown |= {"TresPerNode": "gres:gpu:8"}
+    shown |= {"TresPerNode": "gres:gpu:8", "Features": "a100|h100", "CPUs/Task": "16", "MinMemoryNode": "0"}
     assert set(submit_options(shown)) == {
-        *("--time=01:00:00", "--partition=long", "--qos=normal", "--exclusive", "--gres=gpu:8")
+        *("--time=01:00:00", "--partition=long", "--qos=normal", "--exclusive", "--gres=gpu:8"),
+        *("--constraint=a100|h100", "--cpus-per-task=16", "--mem=0"),
     }
+    newer = {"TresPerNode": "gres/gpu:4", "MinMemoryCPU": "4G", "CPUs/Task": "1", "OverSubscribe": "OK"}
+    assert set(submit_options(newer)) == {"--gres=gpu:4", "--mem-per-cpu=4G"}
+
+
+@pytest.mark.parametrize(
+    ("directive", "sent"),
+    [
+        ("--signal=TERM@120", "TERM"),
+        ("--signal SIGUSR1@60 # a comment", "USR1"),
+        ("--signal=R:10@9", "USR1"),
+        ("--signal=B:USR1@60", None),
+        ("--signal=RB:TERM", None),
+        ("--time=10", None),
+    ],
+)
+def test_the_warning_of_a_script_is_the_signal_that_reaches_the_agents(
+    directive: str, sent: str | None
+) -> None:
+    script = f"#!/bin/sh\n\n#SBATCH --no-kill\n#SBATCH {directive}\n"
+    assert warning_of(script) == sent
+    assert warning_of(f"#!/bin/sh\necho Slurm stops reading here\n#SBATCH {directive}\n") is None
 
 
 def test_a_refused_node_says_what_slurm_must_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
