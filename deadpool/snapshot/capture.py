@@ -151,8 +151,7 @@ class Capture:
         begin_s = time.monotonic()
         if not self._copied.wait(COPY_DEADLINE_S):
             raise SnapshotError(f"a copy into host memory took more than {COPY_DEADLINE_S:.0f} s")
-        waited_s = self._stats.waited_s + time.monotonic() - begin_s
-        self._stats = replace(self._stats, waits=self._stats.waits + 1, waited_s=waited_s)
+        self._count_wait(begin_s)
 
     def cancel(self) -> None:
         """Make the copy in flight, if any, end early and not count."""
@@ -172,6 +171,10 @@ class Capture:
         self._shut(deadline_s)
         self._targets = self._boundary_targets = []
         self._banks = ()
+
+    def _count_wait(self, begin_s: float) -> None:
+        waited_s = self._stats.waited_s + time.monotonic() - begin_s
+        self._stats = replace(self._stats, waits=self._stats.waits + 1, waited_s=waited_s)
 
     def _is_copied_at_boundary(self, item: NamedTensor) -> bool:
         return item.at_boundary

@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -137,14 +136,11 @@ class CudaCapture(Capture):
         if flight is None:
             return
         self._flight = None
-        with self._lock:
-            if not flight.is_checked:
-                flight.is_checked, flight.reason = True, self._find_change(flight.job)
+        self._check(flight)
         if not flight.event.query():
             begin_s = time.monotonic()
             self._lane.hold_compute(flight.event)
-            waited_s = self._stats.waited_s + time.monotonic() - begin_s
-            self._stats = replace(self._stats, waits=self._stats.waits + 1, waited_s=waited_s)
+            self._count_wait(begin_s)
 
     def _open(self) -> None:
         self._lock = threading.Lock()
@@ -176,10 +172,14 @@ class CudaCapture(Capture):
         """The end of the copy: nothing is reported before its event; the freeze is looked at afterwards."""
         flight = self._flights.pop(job.bank)
         flight.event.synchronize()
+        self._check(flight)
+        return flight.reason
+
+    def _check(self, flight: _Flight) -> None:
+        """Compare the version counters, the first time only: later the optimizer's step has moved them."""
         with self._lock:
             if not flight.is_checked:
-                flight.is_checked, flight.reason = True, self._find_change(job)
-        return flight.reason
+                flight.is_checked, flight.reason = True, self._find_change(flight.job)
 
 
 class _Flight:

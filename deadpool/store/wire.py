@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 
 from deadpool.core.types import Name
@@ -85,7 +86,6 @@ def decode_hello(frame: bytes, job_token: str) -> tuple[Kind, Lane]:
 def encode_stream(header: StreamHeader) -> bytes:
     """Announce a push."""
     has_keep, keep_step, keep_generation = _encode_name(header.keep)
-    layout = header.layout
     return _sealed(
         _STREAM.pack(
             _STREAM_MAGIC,
@@ -96,10 +96,7 @@ def encode_stream(header: StreamHeader) -> bytes:
             has_keep,
             keep_step,
             keep_generation,
-            layout.once_bytes,
-            layout.blob_capacity,
-            layout.unique_bytes,
-            layout.replicated_bytes,
+            *_sizes_of(header.layout),
             header.blob_len,
             header.once_len,
             header.once_checksum,
@@ -112,18 +109,13 @@ def decode_stream(frame: bytes) -> StreamHeader:
     fields = _STREAM.unpack(_unsealed(frame))
     _expect(fields[0], _STREAM_MAGIC, "stream header")
     _, rank, step, name_generation, generation, has_keep, keep_step, keep_generation, *sizes = fields
-    once_bytes, blob_capacity, unique_bytes, replicated_bytes, blob_len, once_len, once_checksum = sizes
+    *layout, blob_len, once_len, once_checksum = sizes
     return StreamHeader(
         rank=rank,
         name=Name(step=step, generation=name_generation),
         generation=generation,
         keep=Name(step=keep_step, generation=keep_generation) if has_keep else None,
-        layout=SegmentLayout(
-            once_bytes=once_bytes,
-            blob_capacity=blob_capacity,
-            unique_bytes=unique_bytes,
-            replicated_bytes=replicated_bytes,
-        ),
+        layout=_layout_of(layout),
         blob_len=blob_len,
         once_len=once_len,
         once_checksum=once_checksum,
@@ -185,13 +177,9 @@ def encode_info(info: CopyInfo) -> bytes:
     """Sizes that follow an accepted fetch."""
     areas = [number for area in info.areas for number in area]
     areas += [0] * (2 * len(Area) - len(areas))
-    layout = info.layout
     return _sealed(
         _INFO.pack(
-            layout.once_bytes,
-            layout.blob_capacity,
-            layout.unique_bytes,
-            layout.replicated_bytes,
+            *_sizes_of(info.layout),
             info.blob_len,
             info.once_len,
             len(info.areas),
@@ -203,16 +191,11 @@ def encode_info(info: CopyInfo) -> bytes:
 def decode_info(frame: bytes) -> CopyInfo:
     """The other way round."""
     fields = _INFO.unpack(_unsealed(frame))
-    once_bytes, blob_capacity, unique_bytes, replicated_bytes, blob_len, once_len, n_areas, *areas = fields
+    layout, (blob_len, once_len, n_areas, *areas) = fields[:4], fields[4:]
     if n_areas > len(Area) or any(area not in tuple(Area) for area in areas[::2]):
         raise BadFrame(f"areas {areas}")
     return CopyInfo(
-        layout=SegmentLayout(
-            once_bytes=once_bytes,
-            blob_capacity=blob_capacity,
-            unique_bytes=unique_bytes,
-            replicated_bytes=replicated_bytes,
-        ),
+        layout=_layout_of(layout),
         blob_len=blob_len,
         once_len=once_len,
         areas=tuple((Area(areas[2 * i]), areas[2 * i + 1]) for i in range(n_areas)),
@@ -252,6 +235,20 @@ def decode_end(frame: bytes) -> int:
 
 def _encode_name(name: Name | None) -> tuple[bool, int, int]:
     return (False, 0, 0) if name is None else (True, name.step, name.generation)
+
+
+def _sizes_of(layout: SegmentLayout) -> tuple[int, int, int, int]:
+    return layout.once_bytes, layout.blob_capacity, layout.unique_bytes, layout.replicated_bytes
+
+
+def _layout_of(sizes: Sequence[int]) -> SegmentLayout:
+    once_bytes, blob_capacity, unique_bytes, replicated_bytes = sizes
+    return SegmentLayout(
+        once_bytes=once_bytes,
+        blob_capacity=blob_capacity,
+        unique_bytes=unique_bytes,
+        replicated_bytes=replicated_bytes,
+    )
 
 
 def _token_digest(job_token: str) -> bytes:

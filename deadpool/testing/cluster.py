@@ -139,27 +139,11 @@ class Job(RunFolder):
     def __init__(self, spec: JobSpec) -> None:
         super().__init__(spec.run_dir, spec.limit_s)
         self.spec = spec
-        with open(spec.run_dir / "output.txt", "wb") as output:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "deadpool",
-                    "run",
-                    "--standalone",
-                    "--run-dir",
-                    str(spec.run_dir),
-                    "--record-dir",
-                    str(spec.run_dir / "records"),
-                    *spec.options,
-                    str(spec.script),
-                    *spec.args,
-                ],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        command = [
+            *(sys.executable, "-m", "deadpool", "run", "--standalone", "--run-dir", str(spec.run_dir)),
+            *("--record-dir", str(spec.run_dir / "records"), *spec.options, str(spec.script), *spec.args),
+        ]
+        self.process = _start(command, spec.run_dir / "output.txt")
 
     def wait(self) -> int:
         """Wait for the end; returns the exit code.
@@ -216,21 +200,14 @@ class HostsJob(RunFolder):
             environment: variables of this host alone.
             wrapper: a command that becomes the command given after it, as `env` does.
         """
-        with open(self._output_path(len(self.hosts)), "wb") as output:
-            host = subprocess.Popen(
-                [
-                    *wrapper,
-                    *(sys.executable, "-m", "deadpool", "run", "--etcd", self._etcd),
-                    *("--job-id", self._job_id, "--run-dir", str(self.run_dir)),
-                    *("--record-dir", str(self.run_dir / "records"), *self.spec.options, *options),
-                    *(str(self.spec.script), *self.spec.args),
-                ],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env=os.environ | dict(environment or {}),
-            )
+        command = [
+            *wrapper,
+            *(sys.executable, "-m", "deadpool", "run", "--etcd", self._etcd),
+            *("--job-id", self._job_id, "--run-dir", str(self.run_dir)),
+            *("--record-dir", str(self.run_dir / "records"), *self.spec.options, *options),
+            *(str(self.spec.script), *self.spec.args),
+        ]
+        host = _start(command, self._output_path(len(self.hosts)), environment)
         self.hosts.append(host)
         return host
 
@@ -280,6 +257,21 @@ def run_to_end(spec: JobSpec) -> tuple[Job, int]:
     """Run a job to its end; returns it with its exit code."""
     with running(spec) as job:
         return job, job.wait()
+
+
+def _start(
+    command: Sequence[str], output_path: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process as the leader of its session, to be ended with all that it started."""
+    with open(output_path, "wb") as output:
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=os.environ | dict(environment or {}),
+        )
 
 
 def _json_lines(path: Path) -> Iterator[Event]:

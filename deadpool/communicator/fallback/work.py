@@ -75,12 +75,12 @@ class SwapWork(_ForwardWork):
         except RuntimeError:
             return  # torch has none for sends, receives and reduce-scatter
         self._watched = True
-        future.add_done_callback(self._end)
+        future.add_done_callback(lambda ended: self._end(ended.value))
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         if not self._watched:
             self._watched = True
-            threading.Thread(target=self._wait_inside, name="dp-wait", daemon=True).start()
+            threading.Thread(target=self._end, args=(self._inner.wait,), name="dp-wait", daemon=True).start()
         begin_s, closed_s = time.monotonic(), None
         while not self._ended.wait(_LOOK_S):
             now_s = time.monotonic()
@@ -128,18 +128,10 @@ class SwapWork(_ForwardWork):
             fail()  # whoever closed may have looked at the list before
         return self._outer
 
-    def _end(self, future: Any) -> None:
+    def _end(self, ask: Callable[[], object]) -> None:
+        """Note how the operation ended: `ask` returns then, or raises its error."""
         try:
-            future.value()
-        except Exception as error:
-            self._error = error
-        else:
-            self._entry.complete()
-        self._ended.set()
-
-    def _wait_inside(self) -> None:
-        try:
-            self._inner.wait()
+            ask()
         except Exception as error:
             self._error = error
         else:
