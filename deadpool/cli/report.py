@@ -36,7 +36,7 @@ Event = dict[str, Any]
 
 def build_report(run_dir: Path, config: Config) -> Report:
     """The report of a run that has ended."""
-    events = read_events(run_dir)
+    events = read_events(run_dir, has_every_commit=False)
     injections = read_injections(run_dir)
     end = _last(events, "run.finished")
     summaries = [event for event in events if event["event"] == "agent.summary"]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 T = TypeVar("T")
+_COMMIT = b'"event": "snapshot.committed"'
 
 
 class AgentLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,9 +63,21 @@ class RankDigests(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
 
 
-def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """Events of all hosts, by time. Between machines the order is as good as their clocks."""
-    events = [line for path in sorted(run_dir.glob("events-*.jsonl")) for line in _json_lines(path)]
+def read_events(run_dir: Path, *, has_every_commit: bool = True) -> list[dict[str, Any]]:
+    """Events of all hosts, by time. Between machines the order is as good as their clocks.
+
+    Args:
+        run_dir: folder of the run.
+        has_every_commit: with each `snapshot.committed`, of which a day of a large job has millions; else
+            with the last one of each file.
+    """
+    paths = sorted(run_dir.glob("events-*.jsonl"))
+    lines = (
+        line
+        for path in paths
+        for line in (_lines(path) if has_every_commit else _without_older_commits(path))
+    )
+    events = list(_decoded(lines))
     return sorted(
         (event for event in events if isinstance(event.get("event"), str)),
         key=lambda event: float(event.get("wall_s", 0.0)),
@@ -106,11 +119,29 @@ def read_digests(run_dir: Path) -> dict[int, RankDigests]:
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    return _decoded(_lines(path))
+
+
+def _lines(path: Path) -> Iterator[bytes]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with open(path, "rb") as file:
+            yield from file
     except FileNotFoundError:
         return
-    for line in text.split("\n"):
+
+
+def _without_older_commits(path: Path) -> Iterator[bytes]:
+    newest = b""
+    for line in _lines(path):
+        if _COMMIT not in line:
+            yield line
+        elif line.endswith(b"\n"):  # else it is torn
+            newest = line
+    yield newest
+
+
+def _decoded(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
         try:
             value = json.loads(line)
         except ValueError:
