@@ -10,13 +10,13 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deadpool.cli.dial import silent_ones
 from deadpool.cli.slurm import tools
 from deadpool.cli.slurm.job import own_command_id, read_job
-from deadpool.cli.slurm.script import handles, options_of, warning_of
+from deadpool.cli.slurm.script import Warned, find_fault, options_of, warning_of
 from deadpool.config import Config
 from deadpool.core.types import Phase
 from deadpool.errors import ConfigError, ExitCode, StoreUnavailable
@@ -25,6 +25,8 @@ from deadpool.membership.registry import Registry
 from deadpool.runtime.endpoints import etcd_config
 
 TOOL_LIMIT_S = 3.0
+DIAL_LIMIT_S = 1.0
+DIALS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +171,7 @@ def _examine_allocation(facts: Facts) -> Iterable[Finding]:
             "a dead node does not end the job",
             "the first dead node ends the whole job: add `#SBATCH --no-kill`, unless sbatch was given it",
         )
-        yield _examine_signal(warning_of(facts.script), facts.warning_signal)
+        yield _examine_signal(warning_of(facts.script), facts)
     yield _check(
         "requeue",
         facts.job.get("Requeue") == "0",
@@ -185,17 +187,15 @@ def _examine_allocation(facts: Facts) -> Iterable[Finding]:
     )
 
 
-def _examine_signal(sent: str | None, expected: str | None) -> Finding:
-    if sent is None:
+def _examine_signal(warned: Warned | None, facts: Facts) -> Finding:
+    if warned is None:
         remedy = "add `#SBATCH --signal=TERM@120`, without `B:`, which would tell the batch script only"
         return _check("signal", False, "", f"the newest step is not saved before the time is up: {remedy}")
-    return _check(
-        "signal",
-        expected is None or handles(expected, sent),
-        f"the agents are warned with {sent} before the time is up",
-        f"{sent} comes before the time is up and ends the agents with nothing saved, as they wait for "
-        f"{expected}: give --warning-signal {sent}",
-    )
+    fault = ""
+    if facts.config is not None and facts.warning_signal is not None:
+        fault = find_fault(warned, facts.warning_signal, facts.config.checkpoint.grace_s)
+    seen = f"the agents get {warned.name} {warned.seconds} s before the time is up"
+    return _check("signal", not fault, seen, fault)
 
 
 def _examine_spares(facts: Facts) -> Iterable[Finding]:
@@ -289,7 +289,19 @@ class _Cluster:
             for port in (member.control_port, member.data_port, member.rendezvous_port)
         ]
         self.asked = len(ports)
-        self.unreachable = tuple(f"{host}:{port}" for host, port in silent_ones(ports))
+        with ThreadPoolExecutor(DIALS_AT_ONCE) as pool:
+            answers = pool.map(_answers, ports)
+        self.unreachable = tuple(
+            f"{host}:{port}" for (host, port), answer in zip(ports, answers, strict=True) if not answer
+        )
+
+
+def _answers(address: tuple[str, int]) -> bool:
+    try:
+        with socket.create_connection(address, timeout=DIAL_LIMIT_S):
+            return True
+    except OSError:
+        return False
 
 
 def _own_address() -> str:

@@ -7,7 +7,6 @@ asked (at the addresses that the launcher wrote down), what they know is shown, 
 from __future__ import annotations
 
 import contextlib
-import socket
 import sys
 import threading
 import time
@@ -20,14 +19,13 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from deadpool.cli.agents import ask_agent
 from deadpool.cli.jobs import JobFile, find_job_at, is_running
 from deadpool.cli.rundir import read_agents
 from deadpool.core.types import Member, MemberId, Phase, View
 from deadpool.errors import ConfigError, ExitCode, MembershipError
 from deadpool.membership.registry import RECOVERIES_KEPT
 from deadpool.report import AgentStatus, HostStatus, JobStatus, RankStatus
-from deadpool.runtime.ipc import CONTROL_FRAME_BYTES, Channel, ChannelClosed
-from deadpool.runtime.messages import StatusReply, StatusRequest
 
 DEADLINE_S = 2.4  # the command itself answers within 3 s, start included
 _STORE_TIMEOUT_S = 1.4  # etcd's share of the deadline: agents that only it knows are asked after it
@@ -81,7 +79,7 @@ def gather_status(job: JobFile) -> tuple[JobStatus, str]:
     # Without the job's token agents do not answer; for hosts that were started one by one etcd has it.
     noted = dict.fromkeys(agent.address for agent in read_agents(Path(job.run_dir)))
     hints = (job.members_hint or tuple(noted)) if job.token else ()
-    hinted = {hint: _Question(partial(_ask_agent, hint, job.token, deadline_s)) for hint in hints}
+    hinted = {hint: _Question(partial(ask_agent, hint, job.token, deadline_s)) for hint in hints}
     # gRPC takes a third of a second to import, more on a busy machine: that is not etcd's silence.
     import_module("deadpool.membership.etcd")
     store = _Question(partial(_ask_store, job))
@@ -99,7 +97,7 @@ def gather_status(job: JobFile) -> tuple[JobStatus, str]:
     for member in answer.members:
         address = f"{member.address}:{member.control_port}"
         if address not in hinted:
-            asked.append(_Question(partial(_ask_agent, address, token, deadline_s)))
+            asked.append(_Question(partial(ask_agent, address, token, deadline_s)))
     replies = [question.wait(deadline_s) for question in [*hinted.values(), *asked]]
     agents = {reply.member: reply for reply in replies if reply is not None}
     return assemble_status(job.job_id, answer, agents, is_reachable=not problem), problem
@@ -325,25 +323,3 @@ def _ask_store(job: JobFile) -> StoreAnswer:
             recoveries=registry.recoveries(),
             token="" if claim is None else claim.token,
         )
-
-
-def _ask_agent(address: str, token: str, deadline_s: float) -> AgentStatus | None:
-    """One agent's answer, or None if it gives none in time."""
-    host, _, port = address.rpartition(":")
-    left_s = deadline_s - time.monotonic()
-    if left_s <= 0:
-        return None
-    try:
-        sock = socket.create_connection((host.strip("[]"), int(port)), timeout=left_s)
-    except (OSError, ValueError):
-        return None
-    channel: Channel[StatusReply] = Channel(sock, StatusReply, CONTROL_FRAME_BYTES)
-    try:
-        channel.settimeout(max(0.01, deadline_s - time.monotonic()))
-        channel.send(StatusRequest(token=token))
-        reply = channel.receive_first(CONTROL_FRAME_BYTES, max(0.01, deadline_s - time.monotonic()))
-        return msgspec.msgpack.decode(reply.body, type=AgentStatus)
-    except (ChannelClosed, msgspec.MsgspecError):
-        return None  # stopped, fenced, of another job, or of another version: no answer
-    finally:
-        channel.close()

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -193,7 +193,11 @@ class Cluster:
         # A step daemon does not tell its node; that of its task does.
         parents = {parent for pid in tasks if (parent := parent_of(pid)) is not None}
         steps = {parent for parent in parents if _name(parent) == "slurmstepd"}
-        _kill([self._daemons[node].pid, *steps, *tasks])
+        victims = [self._daemons[node].pid, *steps, *tasks]
+        _kill(
+            victims, signal.SIGSTOP
+        )  # nobody does anything more: each srun has a child that cancels its step
+        _kill(victims)
         self._daemons[node].wait()
 
     def cut_node(self, node: str) -> None:
@@ -301,7 +305,7 @@ def _environment(pid: int) -> dict[str, str]:
     return dict(item.partition("=")[::2] for item in text.split("\0") if "=" in item)
 
 
-def _kill(pids: Iterator[int] | Sequence[int]) -> None:
+def _kill(pids: Sequence[int], number: signal.Signals = signal.SIGKILL) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)

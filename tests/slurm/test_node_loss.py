@@ -50,7 +50,7 @@ def test_a_job_that_slurm_ends_because_its_batch_host_came_back_has_saved_its_ne
     job = rig.submit(cluster, tmp_path, ("--steps", "100000", *ARGS[2:]))
     job.wait_for("snapshot.committed", step=lambda step: step >= STRIKE_AT)
     cluster.kill_node("n1")
-    job.wait_for("recovery.done")
+    job.wait_for("liveness.gone", subject=lambda member: member.startswith("n1-"))
     newest = max(event["step"] for event in job.named("snapshot.committed"))
     cluster.start_node("n1")
     shown = job.wait_until_gone()

@@ -28,7 +28,8 @@ from deadpool.membership.etcd import UNSAFE_VERSIONS, EtcdStore
 from deadpool.runtime.endpoints import etcd_config
 
 MEMBERS = 3
-START_LIMIT_S = 120.0  # nodes of a large job start seconds apart
+START_LIMIT_S = 120.0
+STEPS_PER_S = 2.0  # that Slurm starts, where it limits its users' calls (rl_enable)
 _POLL_S = 0.2
 _RESTART_PAUSE_S = 0.5
 _VERSION_LIMIT_S = 10.0
@@ -209,6 +210,11 @@ def _arguments(job: SlurmJob, own: EtcdNode) -> list[str]:
         *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "1000"),
         *("--logger", "zap", "--log-level", "error"),
     ]
+
+
+def start_limit_s(n_nodes: int) -> float:
+    """How long a node waits for etcd, whose members may be on nodes that start last."""
+    return START_LIMIT_S + n_nodes / STEPS_PER_S
 
 
 def wait_until_reachable(config: MembershipConfig, limit_s: float = START_LIMIT_S) -> None:

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import FrameType
 
 from deadpool.cli.slurm import control_plane
-from deadpool.cli.slurm.ending import end_without_batch_host, wait_for_members
+from deadpool.cli.slurm.batch_host import end_without_batch_host
+from deadpool.cli.slurm.ending import wait_for_members
 from deadpool.cli.slurm.job import SlurmJob, domain_of, note_end, read_job
 from deadpool.errors import ConfigError, ExitCode, StoreUnavailable
 from deadpool.runtime.launch import ENVIRONMENT
@@ -38,9 +39,9 @@ def run_host(run_dir: Path, environment: Mapping[str, str] = os.environ) -> int:
         with control_plane.serving(job, node, run_dir):
             code = _run_agent(job, node, run_dir, environment, signals)
             note_end(run_dir, node, code)
-            is_over = end_without_batch_host(run_dir, job, node, signals.job_ends)
+            end_without_batch_host(run_dir, job, node, signals.job_ends)
             has_etcd = any(member.node == node for member in job.etcd)
-            if has_etcd and (is_over or wait_for_members(run_dir, job, signals.job_ends)):
+            if has_etcd and wait_for_members(run_dir, job, signals.job_ends):
                 time.sleep(LINGER_S)
     except ConfigError:
         note_end(run_dir, node, int(ExitCode.BAD_INPUT))
@@ -53,7 +54,7 @@ def _run_agent(
 ) -> int:
     config = job.decode_config()
     try:
-        control_plane.wait_until_reachable(config.membership)
+        control_plane.wait_until_reachable(config.membership, control_plane.start_limit_s(len(job.nodes)))
     except StoreUnavailable as error:
         print(f"deadpool: {error}", file=sys.stderr, flush=True)
         return int(ExitCode.CONTROL_PLANE_UNREACHABLE)

@@ -52,6 +52,7 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     etcd: tuple[EtcdNode, ...] = ()  # () for an external one
     requeue: str = "sbatch"  # sbatch, scontrol, none, or a command
     warning_signal: str = "TERM"
+    export: str = ""  # what sbatch was told to export; "": everything
     submit_options: tuple[str, ...] = ()  # of sbatch and salloc, as this job was given them
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shlex
 import shutil
@@ -23,7 +22,8 @@ from deadpool.cli.slurm.job import (
     submission_of,
     write_job,
 )
-from deadpool.cli.slurm.script import handles, warning_of
+from deadpool.cli.slurm.script import find_fault, warning_of
+from deadpool.cli.slurm.submit_options import submit_options
 from deadpool.config import Config, MembershipConfig
 from deadpool.errors import ConfigError
 
@@ -62,7 +62,7 @@ def prepare(config: Config, wishes: Wishes, environment: Mapping[str, str] = os.
     shown = tools.show_job(command_id(slurm_id, array))
     known = tools.show_nodes(nodes)
     script = _read_script(slurm_id)
-    problems = _find_problems(config, wishes, nodes, script)
+    problems = _find_problems(config, wishes, nodes, script, environment)
     if problems:
         raise ConfigError(problems)
     config = _complete(config, environment)
@@ -94,7 +94,8 @@ def prepare(config: Config, wishes: Wishes, environment: Mapping[str, str] = os.
         etcd=members,
         requeue=wishes.requeue,
         warning_signal=wishes.warning_signal,
-        submit_options=submit_options(shown),
+        export=environment.get("SLURM_EXPORT_ENV", ""),
+        submit_options=submit_options(shown, len(nodes)),
     )
     if script:
         (run_dir / "job.sbatch").write_text(script)
@@ -102,9 +103,13 @@ def prepare(config: Config, wishes: Wishes, environment: Mapping[str, str] = os.
     return run_dir
 
 
-def _find_problems(config: Config, wishes: Wishes, nodes: Sequence[str], script: str) -> list[str]:
+def _find_problems(
+    config: Config, wishes: Wishes, nodes: Sequence[str], script: str, environment: Mapping[str, str]
+) -> list[str]:
     active, spares = config.job.nnodes, config.job.spares
     problems = []
+    if "SLURM_HET_SIZE" in environment:
+        problems.append("this is a heterogeneous job: let one component have all nodes")
     if active + spares != len(nodes):
         problems.append(
             f"the allocation has {len(nodes)} nodes, the job wants {active} active and {spares} spare ones: "
@@ -115,11 +120,8 @@ def _find_problems(config: Config, wishes: Wishes, nodes: Sequence[str], script:
         problems.append(f"--warning-signal {warning}: no such signal; give TERM, USR1, ...")
     elif warning in _NO_WARNINGS:
         problems.append(f"--warning-signal {warning}: no step is saved after that one; give TERM, USR1, ...")
-    elif (sent := warning_of(script)) is not None and not handles(warning, sent):
-        problems.append(
-            f"`#SBATCH --signal` sends {sent}, which would end the agents with nothing saved, as "
-            f"--warning-signal is {warning}: give --warning-signal {sent}, or let Slurm send {warning}"
-        )
+    elif (warned := warning_of(script)) is not None:
+        problems += filter(None, [find_fault(warned, warning, config.checkpoint.grace_s)])
     command = next(iter(shlex.split(wishes.requeue)), "none")
     if command != "none" and shutil.which(command) is None:
         problems.append(f"--requeue {wishes.requeue}: `{command}` is not on PATH here; name another, or none")
@@ -174,31 +176,6 @@ def _slurmd_port() -> int:
         if name.strip() == "SlurmdPort":
             return int(value)
     return _DEFAULT_SLURMD_PORT
-
-
-def submit_options(shown: Mapping[str, str]) -> tuple[str, ...]:
-    """What the job was given: `grow` has no script, and a script does not repeat sbatch's command line."""
-    names = {
-        "TimeLimit": "--time",
-        "Partition": "--partition",
-        "Account": "--account",
-        "QOS": "--qos",
-        "Reservation": "--reservation",
-        "Features": "--constraint",
-        "CPUs/Task": "--cpus-per-task",
-        "MinMemoryNode": "--mem",
-        "MinMemoryCPU": "--mem-per-cpu",
-        "TresPerNode": "--gres",
-        "TresPerTask": "--gpus-per-task",
-    }
-    if shown.get("CPUs/Task") == "1":  # also where nothing was asked for; asked for, it narrows the steps
-        del names["CPUs/Task"]
-    options = [
-        f"{option}={re.sub('gres[:/]', '', shown[key])}" for key, option in names.items() if shown.get(key)
-    ]
-    if shown.get("OverSubscribe") == "NO":
-        options.append("--exclusive")
-    return tuple(options)
 
 
 def _read_script(slurm_id: str) -> str:

@@ -10,27 +10,31 @@ from collections.abc import Mapping, Sequence
 
 from deadpool.errors import DeadPoolError
 
-TOOL_TIMEOUT_S = 20.0  # slurmctld answers within MessageTimeout, 10 s by default
+TOOL_TIMEOUT_S = 120.0  # MessageTimeout is 10 s by default, and up to 100 s on large sites
 
 
 class SlurmFailed(DeadPoolError):
     """A Slurm command is missing, failed, or did not answer in time."""
 
 
-def call(
-    *command: str, timeout_s: float = TOOL_TIMEOUT_S, environment: Mapping[str, str] | None = None
-) -> str:
+class SlurmSilent(SlurmFailed):
+    """A Slurm command did not answer in time: slurmctld may carry out what it was asked, all the same."""
+
+
+def call(*command: str, timeout_s: float | None = None, environment: Mapping[str, str] | None = None) -> str:
     """What a command prints.
 
     Args:
         command: program and arguments.
-        timeout_s: it is killed after this.
+        timeout_s: it is killed after this; None: after TOOL_TIMEOUT_S.
         environment: its environment; None: ours.
 
     Raises:
         SlurmFailed: naming the command and what it said.
+        SlurmSilent: it did not end in time.
     """
     shown = " ".join(command)
+    timeout_s = TOOL_TIMEOUT_S if timeout_s is None else timeout_s
     if shutil.which(command[0]) is None:
         raise SlurmFailed(f"`{command[0]}` is not on PATH here, so `{shown}` cannot be run")
     try:
@@ -44,7 +48,7 @@ def call(
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise SlurmFailed(f"`{shown}` did not answer within {timeout_s:g} s") from error
+        raise SlurmSilent(f"`{shown}` did not answer within {timeout_s:g} s") from error
     if done.returncode != 0:
         said = done.stderr.strip() or done.stdout.strip()
         raise SlurmFailed(f"`{shown}` ended with code {done.returncode}: {said}")

@@ -1,13 +1,21 @@
-"""Run folders made by hand: an undisturbed run of two ranks and six steps, or a disturbed one."""
+"""Run folders made by hand: an undisturbed run of two ranks and six steps, or a disturbed one; ports."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import msgspec
 import pytest
+
+from deadpool.report import AgentStatus
+from deadpool.runtime.ipc import CONTROL_FRAME_BYTES, Channel, ChannelClosed
+from deadpool.runtime.messages import StatusReply, StatusRequest
 
 WORLD_SIZE = 2
 STEPS = 6
@@ -101,3 +109,41 @@ def record(rank: int, step: int, generation: int) -> dict[str, Any]:
 def worker(rank: int, pid: int, generation: int, role: str) -> dict[str, Any]:
     head = {"member": f"h{rank}-a", "rank": rank, "pid": pid}
     return {**head, "generation": generation, "monotonic_s": float(generation), "role": role}
+
+
+class FakeAgent:
+    """Answers one kind of question on a control port, as an agent does."""
+
+    def __init__(self, token: str, status: AgentStatus) -> None:
+        self._token = token
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._status = status
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            channel: Channel[StatusRequest] = Channel(sock, StatusRequest, CONTROL_FRAME_BYTES)
+            with contextlib.closing(channel), contextlib.suppress(ChannelClosed):
+                if channel.receive().token == self._token:
+                    channel.send(StatusReply(body=msgspec.msgpack.encode(self._status)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(5)
+
+
+@pytest.fixture
+def deaf_port() -> Iterator[int]:
+    """A port that takes connections and never answers, as a stopped process does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]

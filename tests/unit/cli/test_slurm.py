@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from deadpool.cli.slurm import control_plane, ending, members, tools
-from deadpool.cli.slurm.ending import conclude, submit_again, wait_for_hosts
+from deadpool.cli.slurm import control_plane, tools
+from deadpool.cli.slurm.ending import conclude
 from deadpool.cli.slurm.grow import grow
 from deadpool.cli.slurm.job import (
-    SlurmJob,
     domain_of,
     job_id_of,
     note_end,
@@ -30,14 +25,16 @@ from deadpool.cli.slurm.job import (
     submission_of,
     write_job,
 )
-from deadpool.cli.slurm.prepare import Wishes, prepare, submit_options
-from deadpool.cli.slurm.script import warning_of
-from deadpool.config import Config, JobConfig, MembershipConfig
+from deadpool.cli.slurm.prepare import Wishes, prepare
+from deadpool.cli.slurm.script import find_fault, warning_of
+from deadpool.cli.slurm.submit_options import submit_options
+from deadpool.config import Config, JobConfig
 from deadpool.errors import ConfigError
-from deadpool.membership.embedded import EMBEDDED_WARNING, EmbeddedEtcd
+from deadpool.membership.embedded import EMBEDDED_WARNING
 from deadpool.membership.etcd import EtcdStore
 from deadpool.runtime.endpoints import etcd_config
 from deadpool.runtime.result import note_agent
+from tests.unit.cli.slurm_jobs import FINISHED, fake, make_job, write_result
 
 
 def test_the_job_id_is_that_of_slurm_and_of_the_task_of_an_array() -> None:
@@ -84,13 +81,6 @@ def test_a_missing_program_is_named() -> None:
 # ---- the exit code ---------------------------------------------------------------------------------------
 
 
-def write_result(run_dir: Path, **fields: object) -> None:
-    (run_dir / "result.json").write_text(json.dumps({"reason": "It ended.", **fields}))
-
-
-FINISHED = {"exit_code": 0, "phase": "finished", "members": ["n1-aa", "n2-bb"]}
-
-
 @pytest.mark.parametrize(
     ("result", "ends", "code"),
     [
@@ -119,68 +109,10 @@ def test_the_code_of_a_job_follows_from_its_result_and_the_hosts_of_its_last_vie
     assert conclude(tmp_path)[0] == code
 
 
-def test_a_job_whose_hosts_never_started_was_given_something_wrong(tmp_path: Path) -> None:
-    assert conclude(tmp_path) == (
-        2,
-        "No host started: is `deadpool` on PATH there? See the logs of the nodes.",
-    )
-
-
-# ---- the wait for the hosts ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
-    with EmbeddedEtcd(tmp_path / "etcd") as etcd:
-        yield etcd
-
-
-def away(endpoint: str = "") -> Config:
-    """A job whose etcd is at `endpoint`, or nowhere."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nowhere = f"127.0.0.1:{closed.getsockname()[1]}"
-    membership = MembershipConfig(etcd=(endpoint or nowhere,), start_timeout_s=0.0)
-    return Config(job=JobConfig(job_id="slurm-7"), membership=membership)
-
-
-def test_a_silent_etcd_ends_no_job_whose_agents_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(members, "UNREACHABLE_S", 0.0)
-    note_end(tmp_path, "n1", 143)  # one host was told to end, and the others go on
-    left = members.Members(tmp_path, away())
-    with socket.create_server(("127.0.0.1", 0)) as agent:
-        note_agent(tmp_path, "n1-aa", "127.0.0.1", 1)
-        note_agent(tmp_path, "n2-bb", *agent.getsockname())
-        left.ask()
-        assert not left.have_ended()
-        note_end(tmp_path, "n2", 0)
-        assert left.have_ended()
-
-
-def test_a_short_silence_of_etcd_is_no_end(tmp_path: Path) -> None:
-    left = members.Members(tmp_path, away())
-    left.ask()
-    assert not left.have_ended()
-    assert left.missing_s == 0.0
-
-
-def test_hosts_that_run_on_and_are_not_registered_are_given_up(
-    tmp_path: Path, etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(ending, "DESERTED_S", 0.5)
-    monkeypatch.setattr(ending, "LOOK_S", 0.1)
-    wait_for_hosts(tmp_path, make_job(away(etcd.endpoint)), [os.getpid()])
-    assert "no host of job slurm-7 has been registered in etcd, and steps run on" in capsys.readouterr().err
-
-
-def test_the_wait_is_over_when_no_step_runs_and_the_nodes_that_joined_later_have_ended(
-    tmp_path: Path,
-) -> None:
-    note_grown(tmp_path, "n5")
-    assert read_grown(tmp_path) == ("n5",)
-    note_end(tmp_path, "n5", 0)
-    wait_for_hosts(tmp_path, make_job(away()), [])
+def test_a_job_whose_hosts_never_registered_was_given_something_wrong(tmp_path: Path) -> None:
+    code, reason = conclude(tmp_path)
+    assert code == 2
+    assert reason.startswith("No host came to register")
 
 
 # ---- etcd ------------------------------------------------------------------------------------------------
@@ -204,19 +136,6 @@ def test_the_certificate_of_a_job_is_signed_for_all_its_members_and_the_authorit
     assert sorted(path.name for path in (tmp_path / "tls").iterdir()) == ["ca.crt", "job.crt", "job.key"]
     checks = ["openssl", "verify", "-CAfile", tls.ca, "-verify_ip", "10.0.0.7", tls.cert]
     subprocess.run(checks, check=True, timeout=20, capture_output=True)
-
-
-def make_job(config: Config, **fields: Any) -> SlurmJob:
-    known = {"slurm_id": "7", "token": "t", "nodes": ("n1",), "batch_host": "n1", "batch_address": None}
-    return SlurmJob(config=config.to_bytes(), **{**known, **fields})
-
-
-def fake(folder: Path, name: str, *lines: str) -> Path:
-    """A program that notes its arguments and then does what `lines` say."""
-    path = folder / name
-    path.write_text("\n".join(["#!/bin/sh", f'echo "{name} $*" >> {folder}/calls', *lines]) + "\n")
-    path.chmod(0o755)
-    return path
 
 
 def test_the_etcd_program_is_the_named_one_else_that_on_the_path_else_the_embedded_one(
@@ -333,31 +252,56 @@ def test_a_new_node_is_none_that_the_job_ever_had(tmp_path: Path, monkeypatch: p
 def test_a_further_node_and_another_submission_are_asked_for_as_the_job_was() -> None:
     shown = {"TimeLimit": "01:00:00", "Partition": "long", "OverSubscribe": "NO", "QOS": "normal"}
     shown |= {"TresPerNode": "gres:gpu:8", "Features": "a100|h100", "CPUs/Task": "16", "MinMemoryNode": "0"}
-    assert set(submit_options(shown)) == {
+    assert set(submit_options(shown, 4)) == {
         *("--time=01:00:00", "--partition=long", "--qos=normal", "--exclusive", "--gres=gpu:8"),
         *("--constraint=a100|h100", "--cpus-per-task=16", "--mem=0"),
     }
-    newer = {"TresPerNode": "gres/gpu:4", "MinMemoryCPU": "4G", "CPUs/Task": "1", "OverSubscribe": "OK"}
-    assert set(submit_options(newer)) == {"--gres=gpu:4", "--mem-per-cpu=4G"}
+
+
+@pytest.mark.parametrize(
+    ("shown", "options"),
+    [
+        ({"TresPerNode": "gres/gpu:a100:4", "CPUs/Task": "1"}, {"--gres=gpu:a100:4"}),
+        ({"TresPerTask": "gres:gpu:2", "CPUs/Task": "8"}, {"--gpus-per-task=2", "--cpus-per-task=8"}),
+        ({"TresPerTask": "cpu=7,gres/gpu=1"}, {"--gpus-per-task=1", "--cpus-per-task=7"}),
+        ({"TresPerTask": "cpu:24"}, {"--cpus-per-task=24"}),
+        ({"TresPerJob": "gres:gpu:32"}, {"--gpus-per-node=8"}),
+        ({"TresPerJob": "gres/gpu:h100:32"}, {"--gpus-per-node=h100:8"}),
+        ({"MemPerTres": "gpu:4096", "MinMemoryNode": "0"}, {"--mem-per-gpu=4096M"}),
+        ({"MinMemoryCPU": "4G", "OverSubscribe": "OK"}, {"--mem-per-cpu=4G"}),
+        ({"TimeLimit": "00:10:00", "TimeMin": "00:05:00"}, set()),
+    ],
+)
+def test_what_a_job_was_given_is_read_as_older_and_newer_slurms_show_it(
+    shown: dict[str, str], options: set[str]
+) -> None:
+    assert set(submit_options(shown, 4)) == options
 
 
 @pytest.mark.parametrize(
     ("directive", "sent"),
     [
-        ("--signal=TERM@120", "TERM"),
-        ("--signal SIGUSR1@60 # a comment", "USR1"),
-        ("--signal=R:10@9", "USR1"),
+        ("--signal=TERM@120", ("TERM", 120)),
+        ("--signal SIGUSR1 # a comment", ("USR1", 60)),
+        ("--signal=R:10@9", ("USR1", 9)),
         ("--signal=B:USR1@60", None),
         ("--signal=RB:TERM", None),
         ("--time=10", None),
     ],
 )
 def test_the_warning_of_a_script_is_the_signal_that_reaches_the_agents(
-    directive: str, sent: str | None
+    directive: str, sent: tuple[str, int] | None
 ) -> None:
-    script = f"#!/bin/sh\n\n#SBATCH --no-kill\n#SBATCH {directive}\n"
-    assert warning_of(script) == sent
+    found = warning_of(f"#!/bin/sh\n\n#SBATCH --no-kill\n#SBATCH {directive}\n")
+    assert (found and (found.name, found.seconds)) == sent
     assert warning_of(f"#!/bin/sh\necho Slurm stops reading here\n#SBATCH {directive}\n") is None
+
+
+def test_a_warning_leaves_the_time_that_the_newest_step_needs() -> None:
+    warned = warning_of("#SBATCH --signal=TERM@30\n")
+    assert warned is not None
+    assert find_fault(warned, "USR1", grace_s=30.0) == ""
+    assert "comes 30 s before the end, and --grace-s lets" in find_fault(warned, "TERM", grace_s=60.0)
 
 
 def test_a_refused_node_says_what_slurm_must_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,84 +311,3 @@ def test_a_refused_node_says_what_slurm_must_allow(tmp_path: Path, monkeypatch: 
     write_job(tmp_path, make_job(Config()))
     with pytest.raises(tools.SlurmFailed, match="permit_job_expansion"):
         grow(tmp_path, wait_s=20.0)
-
-
-# ---- submitting again ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Submits a job again under fake programs; returns what they were called with."""
-
-    def submit(
-        shown: str, requeue: str = "sbatch", times: int = 1, sbatch: str = "echo 8", array: Any = None
-    ) -> list[str]:
-        fake(tmp_path, "scontrol", f"echo JobId=7 {shown}")
-        fake(tmp_path, "sbatch", f'echo "id $DEADPOOL_JOB_JOB_ID" >> {tmp_path}/calls', sbatch)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-        config = Config(job=JobConfig(job_id="slurm-3"))
-        job = make_job(
-            config, nodes=("n1", "n2"), requeue=requeue, submit_options=("--qos=normal",), array=array
-        )
-        for _ in range(times):
-            submit_again(tmp_path, job)
-        calls = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
-        return [call for call in calls if not call.startswith("scontrol show")]
-
-    return submit
-
-
-def test_a_warned_job_is_submitted_again_once_under_its_own_job_id(
-    submitted: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    calls = submitted("JobState=RUNNING", times=2)
-    assert calls == [f"sbatch --parsable --nodes=2 --qos=normal {tmp_path}/job.sbatch", "id slurm-3"]
-    assert (tmp_path / "resubmitted").read_text() == "8\n"
-
-
-def test_of_an_array_the_task_alone_is_submitted_again_and_its_job_id_arrives_without_an_environment(
-    submitted: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
-    calls = submitted("JobState=RUNNING", array=("6", "1"))
-    options = "--nodes=2 --qos=normal --array=1 --export=DEADPOOL_JOB_JOB_ID"
-    assert calls == [f"sbatch --parsable {options} {tmp_path}/job.sbatch", "id slurm-3"]
-
-
-def test_a_task_of_an_array_is_never_named_by_its_number_alone() -> None:
-    assert make_job(Config(), nodes=("n1",)).command_id == "7"
-    assert make_job(Config(), nodes=("n1",), array=("7", "3")).command_id == "7_3"
-
-
-@pytest.mark.parametrize(
-    ("shown", "is_submitted"),
-    [
-        ("JobState=COMPLETING", False),
-        ("JobState=COMPLETING PreemptTime=None", False),
-        ("JobState=COMPLETING PreemptTime=2026-11-30T01:33:06", True),
-        ("JobState=RUNNING PreemptTime=2026-11-30T01:33:06", True),
-    ],
-)
-def test_a_cancelled_job_is_not_submitted_again_and_a_preempted_one_is(
-    submitted: Callable[..., list[str]], shown: str, is_submitted: bool
-) -> None:
-    assert bool(submitted(shown)) is is_submitted
-
-
-def test_it_may_be_requeued_by_slurm_or_by_a_command_of_the_user_or_not_at_all(
-    submitted: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    assert submitted("JobState=RUNNING", requeue="none") == []
-    calls = submitted("JobState=RUNNING", requeue="scontrol")
-    assert calls == ["scontrol update JobId=7 Requeue=1", "scontrol requeue 7"]
-    (tmp_path / "resubmitted").unlink()
-    fake(tmp_path, "mine")
-    assert submitted("JobState=RUNNING", requeue="mine --now 'two words'")[-1] == "mine --now two words"
-
-
-def test_a_refused_submission_is_said_and_may_be_tried_again(
-    submitted: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    submitted("JobState=RUNNING", sbatch="echo no such partition >&2; exit 1")
-    assert "submit the job again by hand" in capsys.readouterr().err
-    assert not (tmp_path / "resubmitted").exists()

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,8 +26,7 @@ from deadpool.membership.etcd import EtcdConfig, EtcdStore
 from deadpool.membership.records import JobClaim, Quarantine
 from deadpool.membership.registry import Registry
 from deadpool.report import AgentStatus, JobStatus, Protected, WorkerStatus
-from deadpool.runtime.ipc import CONTROL_FRAME_BYTES, Channel, ChannelClosed
-from deadpool.runtime.messages import StatusReply, StatusRequest
+from tests.unit.cli.conftest import FakeAgent
 
 
 def member(name: str, port: int = 1) -> Member:
@@ -154,46 +150,10 @@ def test_with_the_control_plane_away_the_agents_tell_the_view_and_nobody_is_dead
 # ---- with real sockets and a real etcd ---------------------------------------------------------------
 
 
-class FakeAgent:
-    """Answers one kind of question on a control port, as an agent does."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self.status = agent("h0", 0)
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            channel: Channel[StatusRequest] = Channel(sock, StatusRequest, CONTROL_FRAME_BYTES)
-            with contextlib.closing(channel), contextlib.suppress(ChannelClosed):
-                if channel.receive().token == self._token:
-                    channel.send(StatusReply(body=msgspec.msgpack.encode(self.status)))
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join(5)
-
-
 @pytest.fixture
 def fake_agent() -> Iterator[FakeAgent]:
-    served = FakeAgent("secret")
-    yield served
-    served.close()
-
-
-@pytest.fixture
-def deaf_port() -> Iterator[int]:
-    """A port that takes connections and never answers, as a stopped process does."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener.getsockname()[1]
+    with FakeAgent("secret", agent("h0", 0)) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
