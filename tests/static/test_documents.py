@@ -33,7 +33,16 @@ OTHER_PROGRAMS = {"--no-build-isolation"} | {
     *("--inprocess-restart", "--async-save", "--dataloader-type", "--use-torch-fsdp2"),  # Megatron-LM
     *("--optimizer-cuda-graph", "--hybrid-context-parallel", "--load", "--save"),
 }
-SLURM_OPTIONS = {"--export", "--jobs", "--no-kill", "--no-requeue", "--nodes", "--signal", "--steps"}
+SLURM_OPTIONS = {
+    "--export",
+    "--gpus",
+    "--jobs",
+    "--no-kill",
+    "--no-requeue",
+    "--nodes",
+    "--signal",
+    "--steps",
+}
 """Flags that documents name and that are not ours."""
 
 TEST_SWITCHES = "DEADPOOL_NO_SKIP"
