@@ -352,8 +352,9 @@ def test_a_watch_that_begins_while_cut_off_catches_up(
 
 def test_closing_a_store_ends_its_watches_and_refuses_further_calls(backend: Backend, prefix: str) -> None:
     store, other = backend.open_store(), backend.open_store()
-    seen = Recorder()
+    seen, heard = Recorder(), Recorder()
     store.watch(prefix, seen)
+    other.watch(prefix, heard)
     seen.wait_for(WatchConnected)
 
     began_s = time.monotonic()
@@ -363,6 +364,7 @@ def test_closing_a_store_ends_its_watches_and_refuses_further_calls(backend: Bac
     assert time.monotonic() - began_s < 2.0
     n_events = len(seen.events)
     other.put(f"{prefix}a", b"")
+    heard.wait_for(KeyPut)
     assert len(seen.events) == n_events
     with pytest.raises(StoreUnavailable):
         store.get(f"{prefix}a")

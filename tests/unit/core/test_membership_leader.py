@@ -199,6 +199,9 @@ def test_an_ack_of_another_phase_changes_nothing() -> None:
 def test_states_are_values() -> None:
     assert hash(Job.running().state) == hash(Job.running().state)
     assert Job.running().state == Job.running().state
+    other = Job.running()
+    other.lose(0)
+    assert other.state != Job.running().state
 
 
 def test_a_spare_in_another_rack_than_the_holders_is_preferred() -> None:

@@ -92,9 +92,11 @@ def test_a_command_that_fails_is_not_tried_again_at_once(tmp_path: Path) -> None
 
 
 def test_a_command_that_still_waits_ends_with_its_agent(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl", "r", "m", strict=True)
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, "r", "m", strict=True)
     growth = Growth("sleep 100", False, log)
     growth.tick(state("a", ""))
+    assert "growth.begin" in path.read_text()
     growth.close()
     log.close()  # the leak check would find the process
 
