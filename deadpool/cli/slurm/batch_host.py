@@ -22,6 +22,7 @@ from pathlib import Path
 from deadpool.cli.slurm import tools
 from deadpool.cli.slurm.ending import POLL_S, conclude, settle, wait_for_members
 from deadpool.cli.slurm.job import SlurmJob, read_ends, read_grown
+from deadpool.errors import ExitCode
 from deadpool.runtime.result import read_result
 
 DIAL_S = 2.5
@@ -32,14 +33,24 @@ LOOK_AGAIN_S = 10.0
 GIVE_UP_S = 900.0  # Slurm gives a silent node up after SlurmdTimeout, 300 s by default
 
 
-def end_without_batch_host(run_dir: Path, job: SlurmJob, node: str, job_ends: threading.Event) -> None:
+def end_without_batch_host(
+    run_dir: Path, job: SlurmJob, node: str, code: int, job_ends: threading.Event
+) -> None:
     """After the end of a node's host: cancel the job if it is over and the batch host is dead (see [Note]).
 
-    Hosts that cannot connect to the batch host have this duty, and those with a member of etcd in any case:
-    a batch host that hangs accepts connections, or it dies later.
+    Hosts that cannot connect to the batch host have this duty, and those with a member of etcd, too: a batch
+    host that hangs accepts connections, or it dies later.
+
+    Args:
+        run_dir: folder of this submission.
+        job: what `prepare` wrote.
+        node: this one.
+        code: of its host. After TERMINATED, Slurm may be ending the job, and waits for every process of it.
+        job_ends: set when Slurm says that it ends the job.
     """
     seems_dead = not is_alive(job.batch_address)
-    if node == job.batch_host or not (seems_dead or any(member.node == node for member in job.etcd)):
+    is_keeper = code != ExitCode.TERMINATED and any(member.node == node for member in job.etcd)
+    if node == job.batch_host or not (seems_dead or is_keeper):
         return
     place = job.nodes.index(node) if node in job.nodes else len(job.nodes)
     pause_s = place * TURN_S + (POLL_S if seems_dead else HANDOVER_S)

@@ -39,7 +39,7 @@ def run_host(run_dir: Path, environment: Mapping[str, str] = os.environ) -> int:
         with control_plane.serving(job, node, run_dir):
             code = _run_agent(job, node, run_dir, environment, signals)
             note_end(run_dir, node, code)
-            end_without_batch_host(run_dir, job, node, signals.job_ends)
+            end_without_batch_host(run_dir, job, node, code, signals.job_ends)
             has_etcd = any(member.node == node for member in job.etcd)
             if has_etcd and wait_for_members(run_dir, job, signals.job_ends):
                 time.sleep(LINGER_S)

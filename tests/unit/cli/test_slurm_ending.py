@@ -147,7 +147,7 @@ def without_batch_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
         config = away()
         address = ("127.0.0.1", int(config.membership.etcd[0].rpartition(":")[2]))
         job = make_job(config, nodes=("n1", "n2"), batch_address=address)
-        end_without_batch_host(tmp_path, job, "n2", threading.Event())
+        end_without_batch_host(tmp_path, job, "n2", 0, threading.Event())
         return [call for call in (tmp_path / "calls").read_text().splitlines() if "scancel" in call]
 
     return end
