@@ -334,7 +334,7 @@ class Agent:
 
     def _tick(self) -> None:
         self.ending.check_signal(self.checkpoints)
-        self.ending.check_store(self.host.view, self.lease is not None and self.lease.reaches_store)
+        self.ending.check_store(self.host.view, self.lease, self.writer)
         self.workforce.tick()
         self.host.tick()
         self.peers.tick(self.leadership.leader_id, self.host.named())

@@ -1,6 +1,10 @@
-"""When a host whose lease has run out must end: it alone is cut off, not all of them. Has no clock."""
+"""When a host must end because the control plane is away: for it alone, or for all of them. Has no clock."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deadpool.core.types import Phase, View
 
 _LATE_S = 1.0
 """Between two looks of an agent that is awake there are 0.1 s."""
@@ -49,3 +53,40 @@ class CutOff:
         if now_s - self._since_s < self._grace_s:
             return ""
         return "its lease ran out while peers reach the control plane"
+
+
+class Stranded:
+    """Judges whether this host waits for a control plane that stays away.
+
+    No job forms and no recovery ends without one. A recovery that cannot even begin is told by what this host
+    has to write, such as a fault, while its workers finish no step: what they write for may also be over, and
+    training go on.
+
+    Args:
+        limit_s: how long it may wait.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._since_s: float | None = None
+        self._steps: Sequence[int] = ()
+
+    def judge(
+        self, view: View | None, is_reached: bool, is_behind: bool, steps: Sequence[int], now_s: float
+    ) -> bool:
+        """Whether it has waited too long.
+
+        Args:
+            view: the one that this host obeys.
+            is_reached: whether the control plane answers.
+            is_behind: whether something has to be written to it, and is not.
+            steps: that the workers of this host have finished.
+            now_s: monotonic.
+        """
+        is_running = view is not None and view.phase is Phase.RUNNING
+        has_ended = view is not None and view.phase in (Phase.FINISHED, Phase.HALTED)
+        trains = is_running and (not is_behind or steps != self._steps)
+        self._steps = steps
+        if is_reached or has_ended or trains or self._since_s is None:
+            self._since_s = now_s
+        return now_s - self._since_s > self._limit_s

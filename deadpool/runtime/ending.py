@@ -11,9 +11,12 @@ from pathlib import Path
 from deadpool.core.types import MemberId, Name, Phase, View
 from deadpool.errors import ExitCode
 from deadpool.events import EventLog
+from deadpool.membership.lease import LeaseKeeper
 from deadpool.runtime.checkpointing import CheckpointTier
+from deadpool.runtime.cut_off import Stranded
 from deadpool.runtime.result import write_result
 from deadpool.runtime.workforce import Worker, WorkerState, Workforce
+from deadpool.runtime.writer import RegistryWriter
 
 STORE_LIMIT_S = 300.0  # without etcd during a recovery
 
@@ -74,7 +77,7 @@ class Ending:
         self._flush_by_s = 0.0
         self._flush_from: Name | None = None  # SIGTERM: this step or a newer one is to be durable
         self._flushed: Name | None = None  # the newest that is being written
-        self._unreached_since_s = time.monotonic()
+        self._stranded = Stranded(STORE_LIMIT_S)
         self._run_dir = run_dir
         self._workforce = workforce
         self._log = log
@@ -134,12 +137,17 @@ class Ending:
         self._log.emit("run.finished", generation=view.generation, exit_code=code, reason=view.reason)
         raise AgentEnd(code, view.reason)
 
-    def check_store(self, view: View | None, is_reached: bool) -> None:
-        """No job can form and no recovery can end without the control plane: give up after a while."""
-        now_s = time.monotonic()
-        if is_reached or (view and view.phase in (Phase.RUNNING, Phase.FINISHED, Phase.HALTED)):
-            self._unreached_since_s = now_s
-        elif now_s - self._unreached_since_s > STORE_LIMIT_S:
+    def check_store(self, view: View | None, lease: LeaseKeeper | None, writer: RegistryWriter) -> None:
+        """Give up when the job has needed the control plane for too long.
+
+        Args:
+            view: the one that this host obeys.
+            lease: of this host; None before it has one.
+            writer: of what this host has to write.
+        """
+        is_reached = lease is not None and lease.reaches_store
+        steps = [worker.finished_now() for worker in self._workforce.workers]
+        if self._stranded.judge(view, is_reached, writer.is_behind, steps, time.monotonic()):
             code = int(ExitCode.CONTROL_PLANE_UNREACHABLE)
             raise AgentEnd(code, f"no control plane for {STORE_LIMIT_S:g} s while the job forms or recovers")
 

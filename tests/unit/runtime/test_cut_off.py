@@ -1,8 +1,12 @@
-"""A host whose lease has run out: cut off alone, or with all others."""
+"""A host whose lease has run out: cut off alone, or with all others; and one that waits for etcd."""
 
 from __future__ import annotations
 
-from deadpool.runtime.cut_off import CutOff
+import pytest
+
+from deadpool.core.types import Phase, View
+from deadpool.runtime.cut_off import CutOff, Stranded
+from tests.unit.runtime.support import make_view
 
 GRACE_S = 3.0
 
@@ -53,3 +57,44 @@ def test_a_peer_that_loses_etcd_again_ends_the_count() -> None:
 def test_a_host_that_reaches_nobody_ends_at_once() -> None:
     assert "neither" in judge(CutOff(GRACE_S), 0.0, heard=False)
     assert not judge(CutOff(GRACE_S), 0.0, overdue=False, heard=False)
+
+
+RUNNING = make_view(("a", "b"), phase=Phase.RUNNING)
+LIMIT_S = 300.0
+
+
+def is_stranded(view: View | None, *, steps: tuple[int, int] = (7, 7), **more: bool) -> bool:
+    """Whether a host is given up that has been as it is now for longer than the limit."""
+    stranded = Stranded(LIMIT_S)
+    known = {"is_reached": False, "is_behind": False, **more}
+    found = [
+        stranded.judge(view, known["is_reached"], known["is_behind"], [step], now_s)
+        for step, now_s in zip(steps, (0.0, LIMIT_S + 1.0), strict=True)
+    ]
+    assert not found[0]
+    return found[1]
+
+
+@pytest.mark.parametrize("phase", [Phase.FORMING, Phase.ABORTING, Phase.RESTORING, Phase.STALLED])
+def test_a_host_of_a_job_that_forms_or_recovers_gives_up_when_etcd_stays_away(phase: Phase) -> None:
+    view = make_view(("a", "b"), phase=phase)
+    assert is_stranded(view)
+    assert is_stranded(None)
+    assert not is_stranded(view, is_reached=True)
+
+
+def test_a_job_that_trains_goes_on_without_etcd() -> None:
+    assert not is_stranded(RUNNING)
+    assert not is_stranded(
+        RUNNING, is_behind=True, steps=(7, 8)
+    )  # what it could not write is no matter any more
+
+
+def test_a_host_whose_fault_cannot_be_written_and_that_finishes_no_step_gives_up() -> None:
+    assert is_stranded(RUNNING, is_behind=True)
+    assert not is_stranded(RUNNING, is_behind=True, is_reached=True)
+
+
+@pytest.mark.parametrize("phase", [Phase.FINISHED, Phase.HALTED])
+def test_a_job_that_is_over_needs_no_etcd(phase: Phase) -> None:
+    assert not is_stranded(make_view(("a", "b"), phase=phase), is_behind=True)
