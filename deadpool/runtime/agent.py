@@ -42,7 +42,7 @@ from deadpool.membership.registry import Registry
 from deadpool.membership.store import Lease, Watch
 from deadpool.runtime.checkpointing import CheckpointCallbacks, CheckpointTier, checkpoint_root
 from deadpool.runtime.courier import Courier, Recipients
-from deadpool.runtime.cut_off import CutOff
+from deadpool.runtime.cut_off import CutOff, may_write
 from deadpool.runtime.ending import AgentEnd, Ending, EndingCallbacks, Replaced
 from deadpool.runtime.endpoints import etcd_config, own_address
 from deadpool.runtime.fetch import Fetcher
@@ -234,7 +234,7 @@ class Agent:
             callbacks=CheckpointCallbacks(
                 written=lambda name, shard: self.courier.shard_written(name, shard),
                 completed=lambda name: self.leadership.act(lambda leader: leader.checkpoint_found(name)),
-                may_write=lambda: self.lease is not None and not self.lease.is_overdue,
+                may_write=lambda: may_write(self.lease, self.peers.who_reaches_store()),
             ),
         )
         self.protection_log = ProtectionLog(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deadpool.core.types import Phase, View
+from deadpool.membership.lease import LeaseKeeper
 
 _LATE_S = 1.0
 """Between two looks of an agent that is awake there are 0.1 s."""
@@ -53,6 +54,21 @@ class CutOff:
         if now_s - self._since_s < self._grace_s:
             return ""
         return "its lease ran out while peers reach the control plane"
+
+
+def may_write(lease: LeaseKeeper | None, peers: tuple[bool, bool]) -> bool:
+    """Whether this host may write to a checkpoint: it has not been replaced.
+
+    Where its lease has run out and no peer reaches etcd, nobody can be replaced, and SIGTERM may be the last
+    chance to save what all have committed. If another part of the job does reach etcd and went on without
+    this one, no harm is done: a checkpoint counts once every owner of its generation has written to it.
+
+    Args:
+        lease: of this host; None before it has one.
+        peers: (some peer was heard lately, some peer that was heard lately reaches etcd).
+    """
+    is_heard, peer_reaches = peers
+    return lease is not None and (not lease.is_overdue or (is_heard and not peer_reaches))
 
 
 class Stranded:

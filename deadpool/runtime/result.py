@@ -50,6 +50,13 @@ def write_result(run_dir: Path, view: View, pids: list[int]) -> None:
         logger.warning("%s: how the job ended could not be written: %s", run_dir, error)
 
 
+def note_result(run_dir: Path, exit_code: int, reason: str) -> None:
+    """Say how a job ended whose View did not: that the hosts were told to end, say."""
+    path = run_dir / "result.json"
+    if not path.exists():
+        write_json(path, msgspec.to_builtins(RunResult(exit_code=exit_code, reason=reason)))
+
+
 def read_result(run_dir: Path) -> RunResult:
     """What `write_result` wrote; the defaults if the hosts ended before a View said how."""
     try:

@@ -17,6 +17,7 @@ from deadpool.errors import StoreUnavailable
 from deadpool.membership.embedded import EmbeddedEtcd
 from deadpool.membership.etcd import EtcdConfig, EtcdStore
 from deadpool.membership.registry import Registry
+from deadpool.store.checkpoint import latest_complete
 from tests.contract.membership.support import EtcdProcess
 
 ByHand = Callable[..., Any]
@@ -122,6 +123,33 @@ def test_training_goes_on_while_etcd_is_away_and_all_are_members_again_afterward
     assert "unreachable" in status.stdout
     assert status_s < STATUS_S + IMPORTS_S
     check_undisturbed(rig, job, args)
+
+
+@pytest.mark.full
+def test_sigterm_saves_the_newest_step_although_etcd_is_away_and_every_lease_has_run_out(
+    by_hand: ByHand, etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    job = by_hand(
+        (etcd.endpoint,),
+        ("--steps", "2000", "--step-s", "0.03"),
+        nnodes=HOSTS,
+        spares=0,
+        limit_s=160.0,
+        options=("--checkpoint-dir", str(folder)),
+    )
+    for _ in range(HOSTS):
+        job.start_host()
+    job.wait_for(lambda event: event["event"] == "snapshot.committed" and event["step"] >= 5, "commit")
+    etcd.kill()
+    time.sleep(AWAY_S)  # the outage
+    newest = max(event["step"] for event in job.named("snapshot.committed"))
+    for host in job.hosts:
+        host.send_signal(signal.SIGTERM)
+    assert set(job.wait().values()) == {143}, job.output[-4000:]
+    saved = latest_complete(folder)
+    assert saved is not None, job.output[-4000:]
+    assert saved.name.step >= newest
 
 
 def members_if_reachable(etcd: EmbeddedEtcd) -> set[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from deadpool.core.types import Phase, View
-from deadpool.runtime.cut_off import CutOff, Stranded
+from deadpool.membership.lease import LeaseKeeper
+from deadpool.membership.memory import MemoryServer, MemoryStore
+from deadpool.runtime.cut_off import CutOff, Stranded, may_write
 from tests.unit.runtime.support import make_view
 
 GRACE_S = 3.0
@@ -98,3 +100,27 @@ def test_a_host_whose_fault_cannot_be_written_and_that_finishes_no_step_gives_up
 @pytest.mark.parametrize("phase", [Phase.FINISHED, Phase.HALTED])
 def test_a_job_that_is_over_needs_no_etcd(phase: Phase) -> None:
     assert not is_stranded(make_view(("a", "b"), phase=phase), is_behind=True)
+
+
+@pytest.mark.parametrize(
+    ("is_heard", "peer_reaches", "may"),
+    [
+        (True, True, False),  # it may have been replaced
+        (False, False, False),  # it is cut off, or has just woken
+        (True, False, True),  # etcd is away for all, and nobody can be replaced
+    ],
+)
+def test_a_host_whose_lease_has_run_out_writes_only_where_no_peer_reaches_etcd(
+    is_heard: bool, peer_reaches: bool, may: bool
+) -> None:
+    def keeper() -> LeaseKeeper:
+        return LeaseKeeper(
+            MemoryStore(MemoryServer()), 30.0, enrol=lambda lease, again: None, on_lost=lambda error: None
+        )
+
+    assert may_write(keeper(), (is_heard, peer_reaches)) is may  # it never had a lease
+    renewed = keeper()
+    renewed.start()
+    assert may_write(renewed, (is_heard, peer_reaches))
+    renewed.close()
+    assert not may_write(None, (is_heard, peer_reaches))
