@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,7 @@ class Facts:
     config: Config | None = None  # of the job, once `prepare` has run
     etcd_version: str | None = None
     etcd_problem: str = ""
+    etcd_silent: tuple[str, ...] = ()  # endpoints of members that accept no connections
     spares_left: int | None = None  # None: the job has not formed, or could not be asked
     unreachable: tuple[str, ...] = ()  # host:port of agents that do not accept connections from here
     asked: int = 0  # ports of agents that were dialled
@@ -88,14 +89,20 @@ def gather(run: Path | None, slurm_id: str, environment: Mapping[str, str]) -> F
     """Look at everything; what cannot be seen is left out, except the job itself.
 
     Raises:
-        SlurmFailed: slurmctld does not tell of this job.
-        ConfigError: the id is that of a whole array, or `run` is not what `prepare` printed.
+        ConfigError: slurmctld does not tell of this job, the id is that of a whole array, or `run` is not
+            what `prepare` printed.
     """
-    shown = tools.call("scontrol", "show", "job", "--oneliner", slurm_id, timeout_s=TOOL_LIMIT_S)
+    try:
+        shown = tools.call("scontrol", "show", "job", "--oneliner", slurm_id, timeout_s=TOOL_LIMIT_S)
+    except tools.SlurmFailed as error:
+        told = (
+            "" if run is None or not (run / "result.json").exists() else f"; it ended: see {run}/result.json"
+        )
+        raise ConfigError([f"nothing to look at: {error}{told}"]) from error
     if len(shown.strip().splitlines()) > 1:
         raise ConfigError([f"job {slurm_id} is an array: name one of its tasks, as in --job {slurm_id}_1"])
     job = tools.fields_of(shown)
-    folders = (Path(), Path(job["WorkDir"])) if job.get("WorkDir") else (Path(),)
+    folders = tuple(dict.fromkeys([Path.cwd(), Path(job.get("WorkDir", Path.cwd()))]))
     run = run or find_run(folders, job["JobId"])
     written = None if run is None else read_job(run)
     config = None if written is None else written.decode_config()
@@ -109,6 +116,7 @@ def gather(run: Path | None, slurm_id: str, environment: Mapping[str, str]) -> F
         config=config,
         etcd_version=seen.etcd_version,
         etcd_problem=seen.problem,
+        etcd_silent=seen.silent_members,
         spares_left=seen.spares_left,
         unreachable=seen.unreachable,
         asked=seen.asked,
@@ -131,6 +139,10 @@ def find_run(folders: Iterable[Path], slurm_id: str) -> Path | None:
 
 def examine(facts: Facts) -> list[Finding]:
     """What the facts mean."""
+    state = facts.job.get("JobState", "RUNNING")
+    if state not in ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED"):
+        text = f"{state}: the job has ended, or is ending; `result.json` in its run folder tells how"
+        return [Finding(subject="job", is_good=False, text=text)]
     return [
         *_examine_run(facts),
         *_examine_allocation(facts),
@@ -150,7 +162,7 @@ def _examine_run(facts: Facts) -> Iterable[Finding]:
             "run folder", True, "the job has not started: only what Slurm knows of it is looked at", ""
         )
     elif facts.config is None:
-        looked = " or ".join(str(folder.absolute() / "deadpool-runs") for folder in facts.folders)
+        looked = " or ".join(str(folder / "deadpool-runs") for folder in facts.folders)
         yield _check(
             "run folder",
             False,
@@ -226,7 +238,12 @@ def _examine_network(facts: Facts) -> Iterable[Finding]:
             "or give --address",
         )
     interface = facts.environment.get("GLOO_SOCKET_IFNAME", "")
-    if interface:
+    if "SLURM_JOB_ID" not in facts.environment:
+        text = (
+            "seen on a node only: `srun --jobid=JOB --overlap --nodes=1 --ntasks=1 deadpool doctor --slurm`"
+        )
+        yield _check("interface", True, text, "")
+    elif interface:
         yield _check(
             "interface",
             interface in facts.interfaces,
@@ -254,6 +271,14 @@ def _examine_etcd(facts: Facts) -> Iterable[Finding]:
         f"{where}: {facts.etcd_problem}"
         + ("; name another program by DEADPOOL_ETCD_BIN" if facts.etcd_version else ""),
     )
+    if facts.etcd_silent:
+        yield _check(
+            "etcd members",
+            False,
+            "",
+            f"{', '.join(facts.etcd_silent)} accept no connection, and nobody takes their place: once half "
+            "of the members are gone, the next recovery ends the job with code 5",
+        )
 
 
 class _Cluster:
@@ -264,6 +289,7 @@ class _Cluster:
         self.problem = ""
         self.spares_left: int | None = None
         self.unreachable: tuple[str, ...] = ()
+        self.silent_members: tuple[str, ...] = ()
         self.asked = 0
         if config is not None:
             self._ask(config)
@@ -289,11 +315,17 @@ class _Cluster:
             for port in (member.control_port, member.data_port, member.rendezvous_port)
         ]
         self.asked = len(ports)
-        with ThreadPoolExecutor(DIALS_AT_ONCE) as pool:
-            answers = pool.map(_answers, ports)
-        self.unreachable = tuple(
-            f"{host}:{port}" for (host, port), answer in zip(ports, answers, strict=True) if not answer
-        )
+        self.unreachable = _silent_ones(ports)
+        endpoints = (endpoint.rpartition(":") for endpoint in config.membership.etcd)
+        self.silent_members = _silent_ones([(host, int(port)) for host, _, port in endpoints])
+
+
+def _silent_ones(addresses: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    with ThreadPoolExecutor(DIALS_AT_ONCE) as pool:
+        answers = pool.map(_answers, addresses)
+    return tuple(
+        f"{host}:{port}" for (host, port), answer in zip(addresses, answers, strict=True) if not answer
+    )
 
 
 def _answers(address: tuple[str, int]) -> bool:

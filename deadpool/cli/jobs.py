@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from deadpool.cli.slurm.job import is_run, read_job
 from deadpool.config import load_config
 from deadpool.errors import ConfigError
 
@@ -101,11 +102,18 @@ def find_job(job_id: str | None, folder: Path | None = None) -> JobFile:
 
 
 def find_job_at(job_id: str | None, etcd: str | None, folder: Path | None = None) -> JobFile:
-    """The file of a job of this machine; with `etcd`, what is needed to ask for a job that is elsewhere.
+    """What is needed to ask for a job.
+
+    Args:
+        job_id: of a job of this machine, or the run folder of a job under Slurm; None: the only one here.
+        etcd: endpoints, for a job that is elsewhere.
+        folder: of the job files.
 
     Raises:
         ConfigError: no such job, or one elsewhere without its name.
     """
+    if etcd is None and job_id is not None and is_run(Path(job_id)):
+        return _of_slurm(Path(job_id))
     if etcd is None:
         return find_job(job_id, folder)
     if job_id is None:
@@ -117,6 +125,24 @@ def find_job_at(job_id: str | None, etcd: str | None, folder: Path | None = None
         run_dir="",
         pid=0,
         etcd=tuple(etcd.split(",")),
+        ca=access.ca,
+        cert=access.cert,
+        key=access.key,
+        user=access.user,
+        password=access.password,
+    )
+
+
+def _of_slurm(run_dir: Path) -> JobFile:
+    job = read_job(run_dir)
+    config = job.decode_config()
+    access = config.membership
+    return JobFile(
+        job_id=config.job.job_id,
+        token=job.token,
+        run_dir=str(run_dir),
+        pid=0,
+        etcd=access.etcd,
         ca=access.ca,
         cert=access.cert,
         key=access.key,

@@ -110,7 +110,10 @@ _app.add_typer(slurm_app, name="slurm")
 
 @_app.command("status")
 def _status(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id; needless for one job.")] = None,
+    job: Annotated[
+        str | None,
+        typer.Argument(metavar="[JOB]", help="Job id, needless for one job; or RUN of a Slurm job."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the schema is in the docs.")] = False,
     etcd: Annotated[
         str | None, typer.Option("--etcd", help="Endpoints, for a job that was not started on this machine.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import time
 from collections.abc import Iterator
@@ -42,15 +43,19 @@ def job(
 
 def doctor(job: Submitted, *arguments: str) -> tuple[int, str, float]:
     began_s = time.monotonic()
-    done = subprocess.run(
-        ["deadpool", "doctor", "--slurm", *arguments],
+    done = deadpool(job, "doctor", "--slurm", *arguments)
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - began_s
+
+
+def deadpool(job: Submitted, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["deadpool", *arguments],
         env=job.cluster.environment,
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    return done.returncode, done.stdout + done.stderr, time.monotonic() - began_s
 
 
 def test_etcd_has_three_members_on_three_nodes_and_asks_for_certificates(job: Submitted) -> None:
@@ -97,6 +102,13 @@ def test_the_doctor_finds_a_job_from_the_template_in_order(job: Submitted) -> No
     changes = [line.split()[1] for line in text.splitlines() if line.startswith("change")]
     assert set(changes) <= {"etcd:", "interface:"}, text
     assert code == (2 if changes else 0)
+
+
+def test_status_shows_the_job_of_a_run_folder(job: Submitted) -> None:
+    done = deadpool(job, "status", "--json", str(job.run_dir))
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert (shown["phase"], len(shown["hosts"])) == ("running", 4)
 
 
 def test_a_job_that_a_person_cancels_is_not_submitted_again(job: Submitted) -> None:

@@ -117,7 +117,7 @@ def _cancel(run_dir: Path, job: SlurmJob, job_ends: threading.Event) -> None:
         f"{reason} (code {code}); batch host {job.batch_host} is dead, so job {job.command_id} is cancelled "
         "here"
     )
-    settle(run_dir, job, code)
+    settle(run_dir, job, code, reason)
     try:
         tools.call("scancel", job.command_id)
     except tools.SlurmFailed as error:

@@ -102,4 +102,10 @@ def _grow(
     """Bring one more node into the running job, as a spare."""
     from deadpool.cli.slurm.grow import grow
 
-    print(f"deadpool: node {grow(run, wait_s)} has joined the job as a spare", file=sys.stderr, flush=True)
+    node = grow(run, wait_s)
+    print(
+        f"deadpool: node {node} is the job's, and a host is starting there, a spare once `deadpool status "
+        f"{run}` shows it; its log is {run / node}-0.log",
+        file=sys.stderr,
+        flush=True,
+    )

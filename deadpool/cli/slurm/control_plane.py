@@ -23,11 +23,15 @@ from deadpool.cli.slurm.job import EtcdNode, SlurmJob
 from deadpool.cli.slurm.tools import SlurmFailed, call
 from deadpool.config import MembershipConfig
 from deadpool.errors import ConfigError, IntegrationError, StoreUnavailable
-from deadpool.membership.embedded import EMBEDDED_WARNING, EXEC_BOUND_TO_PARENT, find_etcd, free_ports
+from deadpool.membership.embedded import EXEC_BOUND_TO_PARENT, find_etcd, free_ports
 from deadpool.membership.etcd import UNSAFE_VERSIONS, EtcdStore
 from deadpool.runtime.endpoints import etcd_config
 
 MEMBERS = 3
+UNSAFE_WARNING = (
+    "the etcd that came with DeadPool (3.5.1) can lose consistency when it is killed (etcd-io/etcd#13766): "
+    "put etcd 3.5.6 or newer on PATH, or name it by DEADPOOL_ETCD_BIN"
+)
 START_LIMIT_S = 120.0
 STEPS_PER_S = 2.0  # that Slurm starts, where it limits its users' calls (rl_enable)
 _POLL_S = 0.2
@@ -104,7 +108,7 @@ def find_program() -> tuple[str, str]:
         program = ""  # a script that pip made for the embedded one: a process between us and etcd
     if not program:
         try:
-            return find_etcd(), EMBEDDED_WARNING
+            return find_etcd(), UNSAFE_WARNING
         except IntegrationError as error:
             raise ConfigError(
                 [

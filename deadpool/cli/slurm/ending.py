@@ -17,7 +17,7 @@ from deadpool.cli.slurm.members import Members
 from deadpool.cli.slurm.requeue import submit_again
 from deadpool.errors import DeadPoolError, ExitCode
 from deadpool.liveness.stat import is_running
-from deadpool.runtime.result import read_result
+from deadpool.runtime.result import note_result, read_result
 
 POLL_S = 0.5
 LOOK_S = 10.0  # between two questions to etcd while nothing says that the job is ending
@@ -130,8 +130,12 @@ def conclude(run_dir: Path) -> tuple[int, str]:
     return int(ExitCode.STATE_LOST), "Every host of the job was killed, or does not answer; no copy is left."
 
 
-def settle(run_dir: Path, job: SlurmJob, code: int) -> None:
-    """What is left to do in Slurm when all hosts have ended."""
+def settle(run_dir: Path, job: SlurmJob, code: int, reason: str) -> None:
+    """What is left to do when all hosts have ended: the result, requests for nodes, another submission."""
+    try:
+        note_result(run_dir, code, reason)
+    except OSError as error:
+        print(f"deadpool: {run_dir}: how the job ended could not be written: {error}", file=sys.stderr)
     if job.decode_config().membership.grow_command:
         try:
             cancel_requests(job)

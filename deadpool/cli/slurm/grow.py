@@ -41,6 +41,9 @@ def grow(run_dir: Path, wait_s: float) -> str:
         SlurmFailed: no node came, or Slurm refused; the message says what to do.
     """
     job = read_job(run_dir)
+    state = tools.show_job(job.command_id).get("JobState", "")
+    if state != "RUNNING":
+        raise SlurmFailed(f"job {job.command_id} is {state}: only a running job can take a node")
     environment = tools.clean_environment()
     cancel_requests(job)  # of a leader that died while it waited
     # Every node that the job ever had: those that live cannot be allocated again, those that failed must not.

@@ -78,6 +78,11 @@ def write_job(run_dir: Path, job: SlurmJob) -> None:
         file.write(msgspec.json.encode(job))
 
 
+def is_run(folder: Path) -> bool:
+    """Whether `prepare` has made this folder."""
+    return (folder / _FILE).is_file()
+
+
 def read_job(run_dir: Path) -> SlurmJob:
     """Read the file.
 

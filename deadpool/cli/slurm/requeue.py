@@ -22,6 +22,7 @@ def submit_again(run_dir: Path, job: SlurmJob) -> None:
     Returns when that is done, by whomever: a caller may then end the job, and all who still submit with it.
     """
     if job.requeue in ("", "none"):
+        _say("the job is not submitted again (--requeue none)")
         return
     mark = run_dir / RESUBMITTED
     try:

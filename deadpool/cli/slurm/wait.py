@@ -26,7 +26,9 @@ def wait(run_dir: Path, pids: Sequence[int]) -> int:
     wait_for_hosts(run_dir, job, pids)
     code, reason = conclude(run_dir)
     print(f"deadpool: {reason} (code {code}); run folder {run_dir}", file=sys.stderr, flush=True)
-    settle(run_dir, job, code)  # first: the time may be up, and the report of a large job takes its own
+    settle(
+        run_dir, job, code, reason
+    )  # first: the time may be up, and the report of a large job takes its own
     try:
         _report(run_dir, config)
     except OSError as error:

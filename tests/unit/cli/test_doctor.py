@@ -20,6 +20,7 @@ SOUND = Facts(
     asked=12,
     own_address="10.0.0.1",
     interfaces=("lo", "eth0"),
+    environment={"SLURM_JOB_ID": "7"},
 )
 GROWING = Config(job=JobConfig(nnodes=3), membership=MembershipConfig(etcd=("h:1",), grow_command="grow now"))
 
@@ -50,8 +51,14 @@ def test_a_sound_allocation_needs_no_change() -> None:
         (replace(SOUND, config=GROWING), "growth", "permit_job_expansion"),
         (replace(SOUND, unreachable=("n2:77",)), "ports", "n2:77"),
         (replace(SOUND, own_address="127.0.1.1"), "interface", "set GLOO_SOCKET_IFNAME"),
-        (replace(SOUND, environment={"GLOO_SOCKET_IFNAME": "^lo"}), "interface", "lo, eth0"),
+        (
+            replace(SOUND, environment={"SLURM_JOB_ID": "7", "GLOO_SOCKET_IFNAME": "^lo"}),
+            "interface",
+            "lo, eth0",
+        ),
         (replace(SOUND, etcd_version=None, etcd_problem="refused"), "etcd", "refused"),
+        (replace(SOUND, etcd_silent=("h:2",)), "etcd members", "h:2 accept no connection"),
+        (replace(SOUND, job={**SOUND.job, "JobState": "COMPLETED"}), "job", "COMPLETED: the job has ended"),
         (replace(SOUND, etcd_problem="etcd 3.5.1 is bad"), "etcd", "DEADPOOL_ETCD_BIN"),
     ],
 )
@@ -75,3 +82,12 @@ def test_the_folder_of_a_job_is_that_of_its_newest_requeue(tmp_path: Path) -> No
     assert find_run([tmp_path / "elsewhere", tmp_path], "7") == tmp_path / "deadpool-runs/slurm-3/slurm-7.10"
     assert find_run([tmp_path], "70") == tmp_path / "deadpool-runs/slurm-70/slurm-70"
     assert find_run([tmp_path], "8") is None
+
+
+def test_the_interface_is_not_judged_by_a_machine_outside_of_the_job() -> None:
+    findings = {
+        finding.subject: finding
+        for finding in examine(replace(SOUND, own_address="127.0.1.1", environment={}))
+    }
+    assert findings["interface"].is_good
+    assert "seen on a node only" in findings["interface"].text

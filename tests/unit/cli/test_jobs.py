@@ -7,8 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from deadpool.cli.jobs import JobFile, find_job, is_running, job_file, runtime_dir, write_job_file
+from deadpool.cli.jobs import (
+    JobFile,
+    find_job,
+    find_job_at,
+    is_running,
+    job_file,
+    runtime_dir,
+    write_job_file,
+)
+from deadpool.cli.slurm.job import write_job
+from deadpool.config import Config, JobConfig, MembershipConfig
 from deadpool.errors import ConfigError
+from tests.unit.cli.slurm_jobs import make_job
 
 NO_PROCESS = 2**22 + 1  # beyond the largest process id
 
@@ -84,3 +95,11 @@ def test_the_file_of_a_killed_host_is_taken_over(tmp_path: Path) -> None:
     write_job_file(make("j", NO_PROCESS), tmp_path)
     with job_file(make("j", os.getpid()), tmp_path):
         assert find_job("j", tmp_path).pid == os.getpid()
+
+
+def test_a_job_under_slurm_is_named_by_its_run_folder(tmp_path: Path) -> None:
+    access = MembershipConfig(etcd=("h:1", "h:2"), ca="ca.crt", cert="job.crt", key="job.key")
+    write_job(tmp_path, make_job(Config(job=JobConfig(job_id="slurm-7"), membership=access)))
+    job = find_job_at(str(tmp_path), None)
+    assert (job.job_id, job.token, job.run_dir) == ("slurm-7", "t", str(tmp_path))
+    assert (job.etcd, job.ca, job.cert, job.key) == (access.etcd, access.ca, access.cert, access.key)

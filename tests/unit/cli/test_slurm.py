@@ -30,7 +30,6 @@ from deadpool.cli.slurm.script import find_fault, warning_of
 from deadpool.cli.slurm.submit_options import submit_options
 from deadpool.config import Config, JobConfig
 from deadpool.errors import ConfigError
-from deadpool.membership.embedded import EMBEDDED_WARNING
 from deadpool.membership.etcd import EtcdStore
 from deadpool.runtime.endpoints import etcd_config
 from deadpool.runtime.result import note_agent
@@ -154,7 +153,7 @@ def test_the_etcd_program_is_the_named_one_else_that_on_the_path_else_the_embedd
         control_plane.find_program()
     monkeypatch.delenv("DEADPOOL_ETCD_BIN")
     safe.unlink()
-    assert control_plane.find_program()[1] == EMBEDDED_WARNING
+    assert control_plane.find_program()[1] == control_plane.UNSAFE_WARNING
 
 
 def test_a_member_of_etcd_that_is_told_to_end_comes_back_with_what_it_knew(tmp_path: Path) -> None:
@@ -227,7 +226,7 @@ def test_an_allocation_that_does_not_fit_is_refused_with_every_problem(
 def test_a_new_node_is_none_that_the_job_ever_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake(tmp_path, "salloc", "echo salloc: Granted job allocation 31 >&2")
     fake(tmp_path, "squeue", "echo n9")
-    fake(tmp_path, "scontrol")
+    fake(tmp_path, "scontrol", "echo JobId=7 JobState=RUNNING")
     fake(tmp_path, "scancel")
     fake(tmp_path, "srun", "exec sleep 4")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -239,7 +238,7 @@ def test_a_new_node_is_none_that_the_job_ever_had(tmp_path: Path, monkeypatch: p
     assert (run_dir / "slurm.json").stat().st_mode & 0o777 == 0o600
     note_grown(run_dir, "n5")
     assert grow(run_dir, wait_s=20.0) == "n9"
-    calls = (tmp_path / "calls").read_text().splitlines()
+    calls = (tmp_path / "calls").read_text().splitlines()[1:]
     name = "name=deadpool-grow-7"
     assert calls[0] == f"scancel --{name}"
     options = f"--job-{name} --exclude=n1,n2,n5 --partition=long"
@@ -306,8 +305,17 @@ def test_a_warning_leaves_the_time_that_the_newest_step_needs() -> None:
 
 def test_a_refused_node_says_what_slurm_must_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake(tmp_path, "scancel")
+    fake(tmp_path, "scontrol", "echo JobId=7 JobState=RUNNING")
     fake(tmp_path, "salloc", "echo salloc: error: Job dependency problem >&2", "exit 1")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     write_job(tmp_path, make_job(Config()))
     with pytest.raises(tools.SlurmFailed, match="permit_job_expansion"):
+        grow(tmp_path, wait_s=20.0)
+
+
+def test_a_job_that_has_ended_takes_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path, "scontrol", "echo JobId=7 JobState=COMPLETED")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    write_job(tmp_path, make_job(Config()))
+    with pytest.raises(tools.SlurmFailed, match="job 7 is COMPLETED: only a running job can take a node"):
         grow(tmp_path, wait_s=20.0)

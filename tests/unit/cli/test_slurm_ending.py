@@ -19,7 +19,7 @@ from deadpool.cli.slurm.job import (
 )
 from deadpool.membership.embedded import EmbeddedEtcd
 from deadpool.report import AgentStatus
-from deadpool.runtime.result import note_agent
+from deadpool.runtime.result import note_agent, read_result
 from tests.unit.cli.conftest import FakeAgent
 from tests.unit.cli.slurm_jobs import FINISHED, away, fake, make_job, write_result
 
@@ -158,6 +158,7 @@ def test_a_finished_job_whose_batch_host_is_dead_is_cancelled(
 ) -> None:
     write_result(tmp_path, **FINISHED)
     assert without_batch_host({"n1": "DOWN*", "n2": "ALLOCATED"}) == ["scancel 7"]
+    assert read_result(tmp_path).phase == "finished"
 
 
 def test_a_finished_job_whose_batch_host_was_lost_and_came_back_is_cancelled(
@@ -186,6 +187,7 @@ def test_a_job_without_a_result_is_cancelled_when_every_node_has_ended_or_is_dea
 ) -> None:
     note_end(tmp_path, "n2", 5)
     assert without_batch_host({"n1": "DOWN*", "n2": "ALLOCATED"}) == ["scancel 7"]
+    assert read_result(tmp_path).exit_code == 5
 
 
 @pytest.mark.parametrize(
