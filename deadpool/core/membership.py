@@ -197,32 +197,42 @@ def _on_joined(state: State, member: Member) -> Outcome:
         return state, (Fence(member_id=member.id, reason="This incarnation was replaced."),)
     if any(m.id == member.id for m in state.members):
         return replace(state, missing=state.missing - {member.id}), ()
-    if problem := _misfit(state, member, state.members[0] if state.view and state.members else None):
+    if problem := _misfit(state, member, _right_member(state)):
         state = replace(state, fenced=state.fenced | {member.id})
         return state, (Fence(member_id=member.id, reason=problem, quarantine=True),)
     return replace(state, members=(*state.members, member), missing=state.missing - {member.id}), ()
 
 
 def _settle_versions(state: State, now_s: float) -> Outcome:
-    """Before the first View, what most hosts have is right: a single stale one may be the first to register.
+    """Before the first View, what most hosts have is right: stale ones may be the first to register.
 
-    Nobody is turned away before as many hosts are there as there are slots. A tie waits for the spares until
-    the time for registering is up; then the oldest registration counts.
+    Nobody is turned away before the hosts that are still to come can change nothing, or the time for
+    registering is up; of equally many, the oldest registration counts. Then it is settled: those turned away
+    are not counted any more, so a few more like them would outnumber the others.
     """
-    if state.view is not None or len(state.members) < state.n_slots:
+    if state.view is not None or len(state.members) < state.n_slots or _right_member(state):
         return state, ()
     counts = Counter(member.versions for member in state.members).most_common(2)  # of equals, the older first
     if len(counts) < 2:
         return state, ()
     (versions, count), (_, next_count) = counts
+    n_to_come = state.n_slots + state.limits.spares - len(state.members)
+    is_certain = count >= state.n_slots or n_to_come <= 0 or count > next_count + n_to_come
     is_late = state.deadline_s is not None and now_s >= state.deadline_s
-    are_all_here = len(state.members) >= state.n_slots + state.limits.spares
-    if count == next_count < state.n_slots and not (are_all_here or is_late):
+    if not (is_certain or is_late):
         return state, ()
-    right = next(member for member in state.members if member.versions == versions)
+    state = replace(state, versions=versions)
+    right = _right_member(state)
     reasons = {member.id: _misfit(state, member, right) for member in state.members}
     fences = tuple(Fence(member_id=id, reason=why, quarantine=True) for id, why in reasons.items() if why)
     return forget(state, [fence.member_id for fence in fences]), fences
+
+
+def _right_member(state: State) -> Member | None:
+    """One that has the versions that the job runs with; None while that is open."""
+    if state.view is not None:
+        return state.members[0] if state.members else None
+    return next((member for member in state.members if member.versions == state.versions), None)
 
 
 def _misfit(state: State, member: Member, right: Member | None) -> str:

@@ -55,6 +55,7 @@ class State:
     fenced: frozenset[MemberId] = frozenset()  # incarnations that never come back
     quarantined: frozenset[str] = frozenset()  # hosts that get no slot any more
     checkpoint: Name | None = None  # last complete manifest
+    versions: tuple[tuple[str, str], ...] | None = None  # settled before the first View; None: open
 
     deadline_s: float | None = None  # of the current phase
     is_extended: bool = False  # the only-copy patience is in use

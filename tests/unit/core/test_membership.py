@@ -25,7 +25,7 @@ from deadpool.core.types import (
 from deadpool.testing.membership_world import make_member
 from tests.unit.core.job import FIVE, Job
 
-GOOD, STALE = (("torch", "2.13"),), (("torch", "2.12"),)
+GOOD, STALE, ODD = (("torch", "2.13"),), (("torch", "2.12"),), (("torch", "2.11"),)
 
 # --- Forming ---
 
@@ -160,6 +160,66 @@ def test_between_as_many_hosts_of_either_version_the_spares_decide() -> None:
     job.join(2, versions=GOOD)
     assert job.fenced == {"m0": True}
     assert job.view.slots == ("m1", "m2")
+
+
+def test_two_stale_hosts_that_are_first_turn_nobody_away_while_the_others_are_still_to_come() -> None:
+    job = Job(spares=3)
+    for index, versions in enumerate((STALE, STALE, GOOD, GOOD)):
+        job.join(index, versions=versions)
+        assert (job.fenced, job.published) == ({}, [])
+    job.join(4, versions=GOOD)
+    assert job.fenced == {"m0": True, "m1": True}
+    assert job.view.slots == ("m2", "m3", "m4")
+    job.join(5, versions=GOOD)
+    assert job.fenced == {}
+    assert [member.id for member in job.state.spares] == ["m5"]
+
+
+def test_versions_are_settled_as_soon_as_the_hosts_to_come_can_change_nothing() -> None:
+    job = Job(slots=4, spares=1)
+    for index, versions in enumerate((STALE, GOOD, GOOD)):
+        job.join(index, versions=versions)
+    assert job.fenced == {}
+    job.join(3, versions=GOOD)  # 3 to 1, and one host is to come
+    assert job.fenced == {"m0": True}
+    assert job.published == []
+    job.join(4, versions=GOOD)
+    assert job.view.slots == ("m1", "m2", "m3", "m4")
+
+
+def test_if_hosts_never_come_what_most_have_is_right_when_the_time_is_up() -> None:
+    job = Job(spares=3)
+    for index, versions in enumerate((STALE, GOOD, ODD, GOOD)):
+        job.join(index, versions=versions)
+    job.tick(59)
+    assert (job.fenced, job.published) == ({}, [])
+    job.tick(1)
+    assert job.fenced == {"m0": True, "m2": True}
+
+
+def test_hosts_that_were_turned_away_do_not_come_in_by_number_later() -> None:
+    job = Job(spares=1)
+    for index, versions in enumerate((GOOD, STALE, GOOD, STALE)):
+        job.join(index, versions=versions)
+    assert job.fenced == {"m1": True, "m3": True}
+    job.lose(2)
+    for index in (4, 5, 6):
+        job.join(index, versions=STALE)
+        assert job.fenced == {f"m{index}": True}
+    for index in (7, 8):
+        job.join(index, versions=GOOD)
+    assert job.view.slots == ("m0", "m7", "m8")
+
+
+def test_nobody_is_held_to_versions_that_no_host_has_any_more() -> None:
+    job = Job(slots=2)
+    job.join(0, versions=STALE)
+    job.join(1, versions=GOOD)
+    assert job.fenced == {"m1": True}
+    job.lose(0)
+    for index in (2, 3):
+        job.join(index, versions=GOOD)
+    assert job.view.slots == ("m2", "m3")
 
 
 def test_if_nothing_decides_between_versions_the_older_registration_does() -> None:
