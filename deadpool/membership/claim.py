@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ from deadpool.membership.store import (
     prefix_range,
 )
 
+CLAIM_LIMIT_S = 300.0
+"""For a claim in all while the store fails again and again: as long as a job that forms waits for etcd."""
+
+_log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _T = TypeVar("_T")
 _EXPIRY_LAG_S = 2.0  # etcd deletes the keys of an ended lease up to 0.5 s late, later under load
@@ -51,7 +56,8 @@ def claim_job(
 
     Takes one round trip for a new job, and for agents launched together (equal `run_id`). Otherwise it waits
     for a proof of life or death, at most one TTL. A store that does not answer is asked again for one TTL;
-    once it answers, waiting for a proof begins anew.
+    once it answers, waiting for a proof begins anew. A store that fails again and again would keep both from
+    ending: no failure is forgiven after `CLAIM_LIMIT_S`.
 
     Args:
         registry: of the job id.
@@ -66,17 +72,21 @@ def claim_job(
 
     Raises:
         ConfigError: a live job has this id.
-        StoreUnavailable: the store has not answered for one TTL.
+        StoreUnavailable: the store has not answered for one TTL, or still fails after `CLAIM_LIMIT_S`.
     """
     wait = pause or threading.Event().wait
     sight = _Sight(registry=registry, clock=clock, began_s=clock(), patience_s=ttl_s)
-    answered_s = clock()
+    began_s = answered_s = clock()
+    has_warned = False
     while True:
         try:
             claimed = _look(registry, claim, sight)
-        except StoreUnavailable:
-            if clock() - answered_s >= ttl_s:
+        except StoreUnavailable as error:
+            if clock() - answered_s >= ttl_s or clock() - began_s >= CLAIM_LIMIT_S:
                 raise
+            if not has_warned:
+                _log.warning("claiming the job id %r failed; it is tried again: %s", registry.job_id, error)
+                has_warned = True
             # No lease could be renewed meanwhile: what was seen before proves nothing any more.
             sight = _Sight(registry=registry, clock=clock, began_s=clock(), patience_s=ttl_s)
         else:

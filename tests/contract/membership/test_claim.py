@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 
 from deadpool.core.types import Ack, Phase
 from deadpool.errors import ConfigError, StoreUnavailable
-from deadpool.membership.claim import claim_job
+from deadpool.membership.claim import CLAIM_LIMIT_S, claim_job
 from deadpool.membership.memory import MemoryServer, MemoryStore
 from deadpool.membership.records import JobClaim
 from deadpool.membership.registry import Registry
@@ -326,6 +327,59 @@ def test_a_store_that_does_not_answer_for_a_whole_ttl_ends_the_claim() -> None:
         _claim_slowly(server, store, make_claim())
 
     assert CLAIM_TTL_S <= server.now_s < 2 * CLAIM_TTL_S
+
+
+class FlappingStore(MemoryStore):
+    """A store that fails once in every half TTL until the test says so."""
+
+    def __init__(self, server: MemoryServer, *, until_s: float) -> None:
+        super().__init__(server)
+        self._until_s = until_s
+        self._fails_at_s = 0.0
+        self.failures = 0
+
+    def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
+        if self._fails_at_s <= self._server.now_s < self._until_s:
+            self._fails_at_s = self._server.now_s + CLAIM_TTL_S / 2
+            self.failures += 1
+            raise StoreUnavailable(f"failure {self.failures}")
+        return super().get_prefix(prefix)
+
+
+def _claim_leftovers(server: MemoryServer, store: FlappingStore) -> JobClaim:
+    """Claim the id of a dead job: that takes looks for one TTL."""
+    dead = Registry(MemoryStore(server), "job")
+    dead.store.put(dead.job_key, msgspec.json.encode(make_claim("first")))
+    dead.put_recovery(1, {})
+
+    def pause(seconds: float) -> None:
+        assert server.now_s < 2 * CLAIM_LIMIT_S, "it waits for ever"
+        server.advance(seconds)
+
+    registry = Registry(store, "job")
+    return claim_job(registry, make_claim("second"), CLAIM_TTL_S, clock=lambda: server.now_s, pause=pause)
+
+
+def test_a_store_that_fails_now_and_then_does_not_keep_the_claim_waiting_for_ever() -> None:
+    server = MemoryServer()
+    store = FlappingStore(server, until_s=float("inf"))
+
+    with pytest.raises(StoreUnavailable) as caught:
+        _claim_leftovers(server, store)
+
+    assert str(caught.value) == f"failure {store.failures}"
+    assert CLAIM_LIMIT_S <= server.now_s < CLAIM_LIMIT_S + CLAIM_TTL_S
+
+
+def test_a_claim_that_is_tried_again_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    server = MemoryServer()
+    store = FlappingStore(server, until_s=10 * CLAIM_TTL_S)
+
+    assert _claim_leftovers(server, store) == make_claim("second")
+
+    assert store.failures > 10
+    (warning,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+    assert "failure 1" in warning.getMessage()
 
 
 def test_a_live_job_is_not_taken_for_dead_because_its_store_was_away() -> None:
