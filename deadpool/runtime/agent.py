@@ -42,7 +42,7 @@ from deadpool.membership.registry import Registry
 from deadpool.membership.store import Lease, Watch
 from deadpool.runtime.checkpointing import CheckpointCallbacks, CheckpointTier, checkpoint_root
 from deadpool.runtime.courier import Courier, Recipients
-from deadpool.runtime.cut_off import CutOff, may_write
+from deadpool.runtime.cut_off import CutOff
 from deadpool.runtime.ending import AgentEnd, Ending, EndingCallbacks, Replaced
 from deadpool.runtime.endpoints import etcd_config, own_address
 from deadpool.runtime.fetch import Fetcher
@@ -156,6 +156,8 @@ class Agent:
                 protected=lambda: self.protection.protected,
                 job_view=lambda: self.host.view if self.is_member else None,
                 ranks=lambda: self.host.ranks(),
+                needs_view=lambda: self.host.needs_view(self.peers.hears_none_of),
+                unheard=lambda: self.peers.unheard(),
                 begun=lambda: self.peers.stop_judging(),
                 summarise=self._summarise,
             ),
@@ -217,7 +219,7 @@ class Agent:
                 post=self.post,
                 heartbeat=self._heartbeat,
                 message=lambda sender, message: self.courier.on_message(sender, message),
-                silent=self.leadership.on_silent,
+                silent=lambda said: None if self.ending.is_flushing else self.leadership.on_silent(said),
                 status=lambda: msgspec.msgpack.encode(describe(self)),
             ),
         )
@@ -234,7 +236,7 @@ class Agent:
             callbacks=CheckpointCallbacks(
                 written=lambda name, shard: self.courier.shard_written(name, shard),
                 completed=lambda name: self.leadership.act(lambda leader: leader.checkpoint_found(name)),
-                may_write=lambda: may_write(self.lease, self.peers.who_reaches_store()),
+                may_write=lambda: self.ending.may_write(self.lease, self.peers.who_reaches_store()),
             ),
         )
         self.protection_log = ProtectionLog(
@@ -334,7 +336,7 @@ class Agent:
 
     def _tick(self) -> None:
         self.ending.check_signal(self.checkpoints)
-        self.ending.check_store(self.host.view, self.lease, self.writer)
+        self.ending.check_store(self.host.view, self.lease)
         self.workforce.tick()
         self.host.tick()
         self.peers.tick(self.leadership.leader_id, self.host.named())
@@ -343,8 +345,8 @@ class Agent:
         self._check_lease()
         if self.ending.view is None:
             self.courier.report(self.stalls.check(self.host.view))
-        if self.lease is not None and self._reached and self.ending.view is None:
-            self.leadership.tick(self.lease.lease)
+        if self.lease and self.lease.reaches_store and self._reached and self.ending.view is None:
+            self.leadership.tick(self.lease.lease)  # each try would wait for an etcd that is away
         self._lead_protection()
         self.waits.tick(self.host.view, len(self._members))
         self.ending.check()
@@ -462,9 +464,8 @@ class Agent:
 
     def _check_lease(self) -> None:
         """Past its own deadline: fence, unless etcd is down for all (peers say so) or has just returned."""
-        if self.lease is None or len(self._members) < 2:
-            return
-        if why := self.cut_off.judge(self.lease.is_overdue, self.peers.who_reaches_store(), time.monotonic()):
+        peers, now_s = self.peers.who_reaches_store(), time.monotonic()
+        if self.lease is not None and (why := self.cut_off.judge(self.lease.is_overdue, peers, now_s)):
             self._on_replaced(why)
 
     def _on_replaced(self, why: str) -> None:
@@ -482,9 +483,7 @@ class Agent:
         if self.is_member:
             self.host.on_lost(worker, cause)
         elif worker.state is WorkerState.GONE:
-            raise DeadPoolError(
-                f"a worker of {self.host_label} {cause} before it was ready; see its output above"
-            )
+            raise DeadPoolError(f"a worker of {self.host_label} {cause} before it was ready; see its output")
 
     def _summarise(self) -> None:
         protected = self.protection.protected

@@ -62,7 +62,8 @@ class Courier:
                 if generation == self._generation():
                     self.report(Finding.WAITING)
             case ShardWritten():
-                if self._to.leadership.leader is not None:
+                # Also if etcd is away and the leader cannot act: a checkpoint needs no View.
+                if self._to.leadership.leader_id == self._member:
                     self._to.checkpoints.shard_written(message.name, message.shard)
             case _:
                 pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deadpool.core.types import Phase, View
-from deadpool.membership.lease import LeaseKeeper
 
 _LATE_S = 1.0
 """Between two looks of an agent that is awake there are 0.1 s."""
@@ -56,27 +55,12 @@ class CutOff:
         return "its lease ran out while peers reach the control plane"
 
 
-def may_write(lease: LeaseKeeper | None, peers: tuple[bool, bool]) -> bool:
-    """Whether this host may write to a checkpoint: it has not been replaced.
-
-    Where its lease has run out and no peer reaches etcd, nobody can be replaced, and SIGTERM may be the last
-    chance to save what all have committed. If another part of the job does reach etcd and went on without
-    this one, no harm is done: a checkpoint counts once every owner of its generation has written to it.
-
-    Args:
-        lease: of this host; None before it has one.
-        peers: (some peer was heard lately, some peer that was heard lately reaches etcd).
-    """
-    is_heard, peer_reaches = peers
-    return lease is not None and (not lease.is_overdue or (is_heard and not peer_reaches))
-
-
 class Stranded:
     """Judges whether this host waits for a control plane that stays away.
 
-    No job forms and no recovery ends without one. A recovery that cannot even begin is told by what this host
-    has to write, such as a fault, while its workers finish no step: what they write for may also be over, and
-    training go on.
+    No job forms and no recovery ends without one. That a recovery cannot even begin is told by a fault that
+    this host has reported while its workers finish no step: what it was about may also be over, and training
+    go on.
 
     Args:
         limit_s: how long it may wait.
@@ -88,20 +72,20 @@ class Stranded:
         self._steps: Sequence[int] = ()
 
     def judge(
-        self, view: View | None, is_reached: bool, is_behind: bool, steps: Sequence[int], now_s: float
+        self, view: View | None, is_reached: bool, needs_view: bool, steps: Sequence[int], now_s: float
     ) -> bool:
         """Whether it has waited too long.
 
         Args:
             view: the one that this host obeys.
             is_reached: whether the control plane answers.
-            is_behind: whether something has to be written to it, and is not.
+            needs_view: while RUNNING: whether nothing happens before another View.
             steps: that the workers of this host have finished.
             now_s: monotonic.
         """
         is_running = view is not None and view.phase is Phase.RUNNING
         has_ended = view is not None and view.phase in (Phase.FINISHED, Phase.HALTED)
-        trains = is_running and (not is_behind or steps != self._steps)
+        trains = is_running and (not needs_view or steps != self._steps)
         self._steps = steps
         if is_reached or has_ended or trains or self._since_s is None:
             self._since_s = now_s

@@ -16,7 +16,6 @@ from deadpool.runtime.checkpointing import CheckpointTier
 from deadpool.runtime.cut_off import Stranded
 from deadpool.runtime.result import write_result
 from deadpool.runtime.workforce import Worker, WorkerState, Workforce
-from deadpool.runtime.writer import RegistryWriter
 
 STORE_LIMIT_S = 300.0  # without etcd during a recovery
 
@@ -49,6 +48,8 @@ class EndingCallbacks:
     protected: Callable[[], Name | None]
     job_view: Callable[[], View | None]  # the newest View that this host has seen
     ranks: Callable[[], range]  # of this host's slot; empty for a spare
+    needs_view: Callable[[], bool]  # nothing happens before another View
+    unheard: Callable[[], frozenset[MemberId]]  # members that are gone, or silent
     begun: Callable[[], None]  # the end has begun: hosts that leave are no news
     summarise: Callable[[], None]
 
@@ -61,7 +62,7 @@ class Ending:
         workforce: workers of this host.
         log: event log.
         callbacks: see EndingCallbacks.
-        grace_s: how long SIGTERM may be used to make the last protected step durable.
+        grace_s: how long it may take, from SIGTERM on, to make the last protected step durable.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class Ending:
         self.view: View | None = None  # the last one
         self.signal = 0
         self._flush_by_s = 0.0
-        self._flush_from: Name | None = None  # SIGTERM: this step or a newer one is to be durable
-        self._flushed: Name | None = None  # the newest that is being written
+        self._flush_from: Name | None = None  # this step or a newer one is to be durable
+        self._leaving: AgentEnd | None = None  # once what can be is durable
         self._stranded = Stranded(STORE_LIMIT_S)
         self._run_dir = run_dir
         self._workforce = workforce
@@ -87,7 +88,7 @@ class Ending:
 
     @property
     def is_flushing(self) -> bool:
-        """SIGTERM was heard; the last protected step is being made durable."""
+        """This host leaves; the last protected step is being made durable."""
         return self._flush_by_s > 0.0
 
     def on_view(self, view: View) -> None:
@@ -137,43 +138,72 @@ class Ending:
         self._log.emit("run.finished", generation=view.generation, exit_code=code, reason=view.reason)
         raise AgentEnd(code, view.reason)
 
-    def check_store(self, view: View | None, lease: LeaseKeeper | None, writer: RegistryWriter) -> None:
-        """Give up when the job has needed the control plane for too long.
+    def check_store(self, view: View | None, lease: LeaseKeeper | None) -> None:
+        """Leave when the job has needed the control plane for too long, with what can be made durable.
 
         Args:
             view: the one that this host obeys.
             lease: of this host; None before it has one.
-            writer: of what this host has to write.
         """
         is_reached = lease is not None and lease.reaches_store
+        needs_view = view is not None and view.phase is Phase.RUNNING and self._callbacks.needs_view()
         steps = [worker.finished_now() for worker in self._workforce.workers]
-        if self._stranded.judge(view, is_reached, writer.is_behind, steps, time.monotonic()):
-            code = int(ExitCode.CONTROL_PLANE_UNREACHABLE)
-            raise AgentEnd(code, f"no control plane for {STORE_LIMIT_S:g} s while the job forms or recovers")
+        if self._stranded.judge(view, is_reached, needs_view, steps, time.monotonic()) and not self._leaving:
+            why = f"no control plane for {STORE_LIMIT_S:g} s while the job forms or recovers"
+            self._leaving = AgentEnd(int(ExitCode.CONTROL_PLANE_UNREACHABLE), why)
 
     def check_signal(self, checkpoints: CheckpointTier | None) -> None:
-        """Ctrl-C ends at once; SIGTERM (pre-emption) first makes the last protected step durable.
+        """Ctrl-C ends at once; who leaves otherwise first makes the last protected step durable.
 
         Args:
             checkpoints: None before this host has joined the job: it has nothing to make durable.
         """
-        if not self.signal:
-            return
         if self.signal == signal.SIGINT:
             raise AgentEnd(int(ExitCode.INTERRUPTED), "Ctrl-C")
+        if self.signal and not self._leaving:  # SIGTERM, as before pre-emption
+            self._leaving = AgentEnd(int(ExitCode.TERMINATED), "SIGTERM")
+        if self._leaving is None:
+            return
         if checkpoints is None:
-            raise AgentEnd(int(ExitCode.TERMINATED), "SIGTERM")
+            raise self._leaving
         now_s = time.monotonic()
         if not self._flush_by_s:
             self._flush_by_s = now_s + self._grace_s
             self._callbacks.begun()
-        protected = self._callbacks.protected() or self._restored()
-        if protected is not None and (self._flushed is None or protected > self._flushed):
-            self._flushed = protected  # hosts hear of a commit at different times: the newest is there on all
-            checkpoints.save(self._callbacks.ranks(), protected)
-            self._flush_from = self._flush_from or protected
+            checkpoints.keep_all()
+        self._flush(checkpoints)
         if now_s > self._flush_by_s or self._is_flushed(checkpoints):
-            raise AgentEnd(int(ExitCode.TERMINATED), "SIGTERM")
+            raise self._leaving
+
+    def may_write(self, lease: LeaseKeeper | None, peers: tuple[bool, bool]) -> bool:
+        """Whether this host may write to a checkpoint: it has not been replaced. Any thread.
+
+        A host that leaves may also write where its lease has run out and no peer reaches etcd: nobody can be
+        replaced then, and it is the last chance. Should another part of the job reach etcd unheard, or a job
+        that was started in its place, it finds one more checkpoint, of a step that was committed: one counts
+        only if every rank is in it. Nothing is deleted by a host that leaves.
+
+        Args:
+            lease: of this host; None before it has one.
+            peers: (some peer was heard lately, some peer that was heard lately reaches etcd).
+        """
+        is_heard, peer_reaches = peers
+        is_stranded = self.is_flushing and is_heard and not peer_reaches
+        return lease is not None and (not lease.is_overdue or is_stranded)
+
+    def _flush(self, checkpoints: CheckpointTier) -> None:
+        """Hosts hear of a commit at different times: the newest is there on all. Each write is begun once."""
+        protected = self._callbacks.protected() or self._restored()
+        if protected is None:
+            return
+        self._flush_from = self._flush_from or protected
+        ranks, view = self._callbacks.ranks(), self._callbacks.job_view()
+        checkpoints.save(ranks, protected)
+        if view is not None and ranks:
+            unheard = self._callbacks.unheard()
+            slots = [slot for slot, member in enumerate(view.slots) if member in unheard]
+            orphans = [rank for slot in slots for rank in view.ranks_of_slot(slot)]
+            checkpoints.save_held(orphans, ranks, protected)
 
     def _is_flushed(self, checkpoints: CheckpointTier) -> bool:
         if self._flush_from is None:  # nothing was ever committed; in a recovery, that is not known yet

@@ -24,6 +24,7 @@ class FaultReports:
     """
 
     def __init__(self, member: MemberId, parts: HostParts) -> None:
+        self.has_reported = False  # in this generation
         self._member = member
         self._parts = parts
         self._generation = 0
@@ -34,6 +35,7 @@ class FaultReports:
     def begin(self, generation: int) -> None:
         """A newer generation: what was raised in an older one belongs to its abort."""
         self._generation = generation
+        self.has_reported = False
         self._lost.clear()
         self._errors.clear()
         self._raised.clear()
@@ -98,6 +100,7 @@ class FaultReports:
         pairs: tuple[tuple[int, int], ...] = (),
     ) -> None:
         """Tell the leader, through the control plane."""
+        self.has_reported = True
         fault = Fault(
             kind=kind,
             member=self._member,

@@ -7,7 +7,7 @@ waited for is kept in `_Generation`, and thrown away whole when a newer one begi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from deadpool.core.types import (
@@ -130,6 +130,12 @@ class Host:
                 self._run(view)
             case Phase.FINISHED | Phase.HALTED:
                 self._callbacks.ended(view)
+
+    def needs_view(self, hears_none_of: Callable[[Collection[MemberId]], bool]) -> bool:
+        """Whether nothing happens until another View comes: a fault or the end was told, or nobody trains."""
+        if self.slot is None:
+            return self.view is not None and hears_none_of(self.view.slots)
+        return self._generation.done or self._faults.has_reported
 
     def ranks(self) -> range:
         """Ranks of this host's slot."""

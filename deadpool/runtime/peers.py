@@ -149,8 +149,22 @@ class Peers:
     def broadcast(self, message: Control) -> None:
         self._control.broadcast(message)
 
+    def unheard(self) -> frozenset[MemberId]:
+        """Members that this host has observed to be gone, or silent."""
+        return frozenset(self._gone | self._silent)
+
+    def hears_none_of(self, members: Collection[MemberId]) -> bool:
+        """Whether it watches some of them, and all that it watches are gone or silent."""
+        watched = set(members) & (set(self._reaches) | self.unheard())
+        return bool(watched) and watched <= self.unheard()
+
     def who_reaches_store(self) -> tuple[bool, bool]:
-        """(some peer was heard lately, some peer heard lately reaches the control plane)."""
+        """(some peer was heard lately, some peer heard lately reaches the control plane). Any thread.
+
+        Without another member there is nobody to be heard, who could have taken this one's place.
+        """
+        if not self._known - {self._member}:
+            return True, False
         now_s = time.monotonic()
         fresh = [
             reaches

@@ -32,15 +32,9 @@ class RegistryWriter:
         self._failed = failed
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._generation = 0
-        self._is_behind = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="registry-writer", daemon=True)
         self._thread.start()
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the store has refused, or not answered, what is being written now."""
-        return self._is_behind
 
     def set_generation(self, generation: int) -> None:
         """What belongs to older generations is given up."""
@@ -69,7 +63,7 @@ class RegistryWriter:
                 except (StoreUnavailable, LeaseLost) as error:
                     log = logger.debug if has_failed else logger.warning
                     log("the %s is not written to etcd yet, and tried again: %s", what, error)
-                    has_failed = self._is_behind = True
+                    has_failed = True
                 except MembershipError as error:
                     logger.warning("%s was not written: %s", what, error)
                     break
@@ -78,4 +72,3 @@ class RegistryWriter:
                     return
                 if self._closing.wait(RETRY_S):
                     return
-            self._is_behind = False

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deadpool.core.types import Phase, View
-from deadpool.membership.lease import LeaseKeeper
-from deadpool.membership.memory import MemoryServer, MemoryStore
-from deadpool.runtime.cut_off import CutOff, Stranded, may_write
+from deadpool.runtime.cut_off import CutOff, Stranded
 from tests.unit.runtime.support import make_view
 
 GRACE_S = 3.0
@@ -68,9 +66,9 @@ LIMIT_S = 300.0
 def is_stranded(view: View | None, *, steps: tuple[int, int] = (7, 7), **more: bool) -> bool:
     """Whether a host is given up that has been as it is now for longer than the limit."""
     stranded = Stranded(LIMIT_S)
-    known = {"is_reached": False, "is_behind": False, **more}
+    known = {"is_reached": False, "needs_view": False, **more}
     found = [
-        stranded.judge(view, known["is_reached"], known["is_behind"], [step], now_s)
+        stranded.judge(view, known["is_reached"], known["needs_view"], [step], now_s)
         for step, now_s in zip(steps, (0.0, LIMIT_S + 1.0), strict=True)
     ]
     assert not found[0]
@@ -87,40 +85,14 @@ def test_a_host_of_a_job_that_forms_or_recovers_gives_up_when_etcd_stays_away(ph
 
 def test_a_job_that_trains_goes_on_without_etcd() -> None:
     assert not is_stranded(RUNNING)
-    assert not is_stranded(
-        RUNNING, is_behind=True, steps=(7, 8)
-    )  # what it could not write is no matter any more
+    assert not is_stranded(RUNNING, needs_view=True, steps=(7, 8))  # what it has told is no matter any more
 
 
-def test_a_host_whose_fault_cannot_be_written_and_that_finishes_no_step_gives_up() -> None:
-    assert is_stranded(RUNNING, is_behind=True)
-    assert not is_stranded(RUNNING, is_behind=True, is_reached=True)
+def test_a_host_that_has_told_a_fault_and_finishes_no_step_gives_up() -> None:
+    assert is_stranded(RUNNING, needs_view=True)
+    assert not is_stranded(RUNNING, needs_view=True, is_reached=True)
 
 
 @pytest.mark.parametrize("phase", [Phase.FINISHED, Phase.HALTED])
 def test_a_job_that_is_over_needs_no_etcd(phase: Phase) -> None:
-    assert not is_stranded(make_view(("a", "b"), phase=phase), is_behind=True)
-
-
-@pytest.mark.parametrize(
-    ("is_heard", "peer_reaches", "may"),
-    [
-        (True, True, False),  # it may have been replaced
-        (False, False, False),  # it is cut off, or has just woken
-        (True, False, True),  # etcd is away for all, and nobody can be replaced
-    ],
-)
-def test_a_host_whose_lease_has_run_out_writes_only_where_no_peer_reaches_etcd(
-    is_heard: bool, peer_reaches: bool, may: bool
-) -> None:
-    def keeper() -> LeaseKeeper:
-        return LeaseKeeper(
-            MemoryStore(MemoryServer()), 30.0, enrol=lambda lease, again: None, on_lost=lambda error: None
-        )
-
-    assert may_write(keeper(), (is_heard, peer_reaches)) is may  # it never had a lease
-    renewed = keeper()
-    renewed.start()
-    assert may_write(renewed, (is_heard, peer_reaches))
-    renewed.close()
-    assert not may_write(None, (is_heard, peer_reaches))
+    assert not is_stranded(make_view(("a", "b"), phase=phase), needs_view=True)

@@ -13,6 +13,9 @@ import pytest
 from deadpool.config import Config
 from deadpool.core.types import Name, Phase
 from deadpool.events import EventLog
+from deadpool.membership.lease import LeaseKeeper
+from deadpool.membership.memory import MemoryServer, MemoryStore
+from deadpool.runtime import ending as ending_module
 from deadpool.runtime.checkpointing import CheckpointCallbacks, CheckpointTier
 from deadpool.runtime.ending import AgentEnd, Ending, EndingCallbacks
 from deadpool.runtime.workforce import Workforce, WorkforceCallbacks
@@ -77,7 +80,8 @@ def make_ending(folder: Path, **known: Any) -> tuple[Ending, Workforce]:
         never,
         WorkforceCallbacks(message=never, parked=never, lost=never, unreaped=never, ended=never),
     )
-    asked = dict.fromkeys(("pid_of", "protected", "ranks", "begun", "job_view", "summarise"), never)
+    names = ("pid_of", "protected", "ranks", "begun", "job_view", "summarise", "needs_view", "unheard")
+    asked = dict.fromkeys(names, never)
     callbacks = EndingCallbacks(
         **{**asked, **{name: lambda value=value: value for name, value in known.items()}}
     )
@@ -104,7 +108,9 @@ def test_sigterm_after_a_recovery_saves_what_it_went_back_to_although_no_holder_
     tmp_path: Path, checkpoints: Checkpoints, phase: Phase
 ) -> None:
     view = make_view(("a", "b"), generation=2, phase=phase, rollback=BACK_TO)
-    ending, workforce = make_ending(tmp_path, protected=None, begun=None, ranks=range(1), job_view=view)
+    ending, workforce = make_ending(
+        tmp_path, protected=None, begun=None, ranks=range(1), job_view=view, unheard=frozenset()
+    )
     ending.signal = signal.SIGTERM
     try:
         ending.check_signal(checkpoints.tier)
@@ -132,7 +138,9 @@ def test_sigterm_saves_nothing_where_no_step_is_known_that_every_owner_has(
     view = make_view(
         ("a", "b"), generation=2, phase=phase, rollback=BACK_TO if phase is not Phase.FORMING else None
     )
-    ending, workforce = make_ending(tmp_path, protected=None, begun=None, ranks=range(1), job_view=view)
+    ending, workforce = make_ending(
+        tmp_path, protected=None, begun=None, ranks=range(1), job_view=view, unheard=frozenset()
+    )
     ending.signal = signal.SIGTERM
     try:
         with pytest.raises(AgentEnd) if ends else nullcontext():
@@ -155,3 +163,62 @@ def test_only_the_end_of_the_job_or_a_signal_to_a_formed_one_lets_its_records_be
         ending.signal = number
         assert ending.is_of_job() is is_of_job
         workforce.stop_all(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("is_leaving", "is_heard", "peer_reaches", "may"),
+    [
+        (True, True, True, False),  # it may have been replaced
+        (True, False, False, False),  # it is cut off, or has just woken
+        (True, True, False, True),  # etcd is away for all, and nobody can be replaced
+        (False, True, False, False),  # its job may have been started anew elsewhere
+    ],
+)
+def test_a_host_whose_lease_has_run_out_writes_only_when_it_leaves_and_no_peer_reaches_etcd(
+    tmp_path: Path, checkpoints: Checkpoints, is_leaving: bool, is_heard: bool, peer_reaches: bool, may: bool
+) -> None:
+    def keeper() -> LeaseKeeper:
+        return LeaseKeeper(
+            MemoryStore(MemoryServer()), 30.0, enrol=lambda lease, again: None, on_lost=lambda error: None
+        )
+
+    view = make_view(("a", "b"), generation=2, rollback=BACK_TO)
+    ending, workforce = make_ending(
+        tmp_path, protected=None, begun=None, ranks=range(1), job_view=view, unheard=frozenset()
+    )
+    if is_leaving:
+        ending.signal = signal.SIGTERM
+        ending.check_signal(checkpoints.tier)
+    assert ending.may_write(keeper(), (is_heard, peer_reaches)) is may  # it never had a lease
+    renewed = keeper()
+    renewed.start()
+    assert ending.may_write(renewed, (is_heard, peer_reaches))
+    renewed.close()
+    assert not ending.may_write(None, (is_heard, peer_reaches))
+    workforce.stop_all(WAIT_S)
+
+
+def test_a_job_that_waits_for_etcd_for_too_long_ends_with_code_5_and_saves_what_is_in_memory(
+    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending_module, "STORE_LIMIT_S", 0.0)
+    view = make_view(("a", "b"), generation=2, phase=Phase.RUNNING, rollback=BACK_TO)
+    known: dict[str, Any] = {
+        "protected": None,
+        "begun": None,
+        "ranks": range(1),
+        "job_view": view,
+        "unheard": frozenset(),
+    }
+    ending, workforce = make_ending(tmp_path, needs_view=True, **known)
+    try:
+        for _ in range(2):
+            ending.check_store(view, None)
+            ending.check_signal(checkpoints.tier)  # not before it is durable
+        checkpoints.run_until_durable()
+        with pytest.raises(AgentEnd, match="no control plane") as end:
+            ending.check_signal(checkpoints.tier)
+    finally:
+        workforce.stop_all(WAIT_S)
+    assert end.value.code == 5
+    assert [manifest.name for manifest in complete_manifests(checkpoints.root)] == [BACK_TO]

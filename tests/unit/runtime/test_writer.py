@@ -52,18 +52,6 @@ def test_a_write_is_tried_again_until_it_is_in_and_then_never_again(writer: Regi
     assert first.n_tries == 3
 
 
-def test_it_is_behind_until_a_refused_write_is_in_or_given_up(writer: RegistryWriter) -> None:
-    stuck = Write(then_always=StoreUnavailable("away"))
-    writer.put(1, "an ack", stuck)
-    for _ in range(2):
-        stuck.tries.get(timeout=WAIT_S)
-    assert writer.is_behind
-    seen: queue.Queue[bool] = queue.Queue()
-    writer.set_generation(2)
-    writer.put(2, "a later ack", lambda: seen.put(writer.is_behind))
-    assert not seen.get(timeout=WAIT_S)
-
-
 def test_writes_are_done_in_the_order_in_which_they_came(writer: RegistryWriter) -> None:
     done: queue.Queue[int] = queue.Queue()
     writer.put(1, "first", Write(StoreUnavailable("away")))
