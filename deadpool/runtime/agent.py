@@ -378,8 +378,8 @@ class Agent:
     # ---- registry ------------------------------------------------------------------------------------
 
     def _on_registry(self, event: RegistryEvent) -> None:
-        if self.ending.is_flushing:
-            return  # hosts that end for the same signal are no losses
+        if self.ending.is_flushing and isinstance(event, MemberGone | FaultPut):
+            return  # hosts that end for the same signal are no losses; a recovery that is under way goes on
         match event:
             case MemberPut(member=member):
                 self._members[member.id] = member

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 Launch = Callable[..., Any]
+
+RESTORE_S = 3.0  # less than the grace
 
 
 def check_goes_on(rig: Any, launch: Launch, args: tuple[str, ...], folder: Path) -> None:
@@ -58,5 +61,23 @@ def test_sigterm_leaves_the_newest_snapshot_behind(rig: Any, launch: Launch, tmp
     job = launch(args, nnodes=2, spares=1, options=("--checkpoint-dir", str(folder)))
     job.wait_for(lambda event: event["event"] == "snapshot.committed" and event["step"] >= 5, "commit")
     job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 143, job.output[-4000:]
+    check_goes_on(rig, launch, args, folder)
+
+
+@pytest.mark.full
+def test_sigterm_in_the_middle_of_a_recovery_saves_what_it_goes_back_to(
+    rig: Any, launch: Launch, tmp_path: Path
+) -> None:
+    args = ("--steps", "60", "--holds", str(tmp_path))
+    folder, hold = tmp_path / "checkpoints", tmp_path / "rank-1"
+    options = ("--checkpoint-dir", str(folder), "--no-rehearse", "--inject", "host-loss:rank=1@step=8")
+    job = launch(args, nnodes=2, spares=1, options=options)
+    job.wait_for(lambda event: event["event"] == "snapshot.committed", "commit")
+    hold.touch()  # the spare builds until it is gone
+    job.wait_for(lambda event: event["event"] == "view.adopted" and event["phase"] == "restoring", "restore")
+    job.process.send_signal(signal.SIGTERM)
+    time.sleep(RESTORE_S)
+    hold.unlink()
     assert job.wait() == 143, job.output[-4000:]
     check_goes_on(rig, launch, args, folder)
