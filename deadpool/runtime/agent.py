@@ -156,7 +156,7 @@ class Agent:
                 protected=lambda: self.protection.protected,
                 job_view=lambda: self.host.view if self.is_member else None,
                 ranks=lambda: self.host.ranks(),
-                needs_view=lambda: self.host.needs_view(self.peers.hears_none_of),
+                needs_view=lambda: self.stalls.is_late or self.host.needs_view(self.peers.hears_none_of),
                 unheard=lambda: self.peers.unheard(),
                 begun=lambda: self.peers.stop_judging(),
                 summarise=self._summarise,

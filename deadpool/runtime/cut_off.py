@@ -59,8 +59,8 @@ class Stranded:
     """Judges whether this host waits for a control plane that stays away.
 
     No job forms and no recovery ends without one. That a recovery cannot even begin is told by a fault that
-    this host has reported while its workers finish no step: what it was about may also be over, and training
-    go on.
+    this host has reported, or by ranks that stand still, while its workers finish no step: what a fault was
+    about may also be over, and training go on.
 
     Args:
         limit_s: how long it may wait.

@@ -37,6 +37,12 @@ class Stalls:
         self._workforce = workforce
         self._log = log
         self._next_check_s = 0.0
+        self._late: set[int] = set()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a rank of this host does nothing for too long, or its process is stopped."""
+        return bool(self._late)
 
     def start(self, ranks: range) -> None:
         """The workers of `ranks` train from now on."""
@@ -48,6 +54,7 @@ class Stalls:
                 self._calls.add(rank, worker.handle.page)
 
     def stop(self) -> None:
+        self._late.clear()
         self._watch.clear()
         self._calls.clear()
 
@@ -67,6 +74,10 @@ class Stalls:
                 finished_step=verdict.finished_step,
                 age_s=verdict.age_s,
             )
+            if verdict.change is ProgressChange.RESUMED:
+                self._late.discard(verdict.rank)
+            else:
+                self._late.add(verdict.rank)
         is_waiting = self._calls.check(boottime_s())
         if any(verdict.change is not ProgressChange.RESUMED for verdict in verdicts):
             return Finding.LATE
@@ -79,6 +90,7 @@ class Stalls:
             if worker is None or worker.state is not WorkerState.RUNNING:
                 self._watch.remove(rank)
                 self._calls.remove(rank)
+                self._late.discard(rank)
 
     def frozen(self) -> tuple[int, ...]:
         """Ranks of this host whose process is stopped."""
