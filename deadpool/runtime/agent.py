@@ -271,6 +271,7 @@ class Agent:
                 leadership=self.leadership,
                 checkpoints=self.checkpoints,
                 stalls=self.stalls,
+                completer=lambda: self.ending.completer(self.leadership.leader_id),
             ),
             self._generation,
             self.post,

@@ -23,6 +23,7 @@ class Recipients:
     leadership: Leadership
     checkpoints: CheckpointTier
     stalls: Stalls
+    completer: Callable[[], MemberId]  # of checkpoints
 
 
 class Courier:
@@ -61,10 +62,8 @@ class Courier:
             case StallQuery(generation=generation):
                 if generation == self._generation():
                     self.report(Finding.WAITING)
-            case ShardWritten():
-                # Also if etcd is away and the leader cannot act: a checkpoint needs no View.
-                if self._to.leadership.leader_id == self._member:
-                    self._to.checkpoints.shard_written(message.name, message.shard)
+            case ShardWritten():  # a checkpoint needs no View, so also while a leader cannot act
+                self._to.checkpoints.shard_written(message.name, message.shard)
             case _:
                 pass
 
@@ -87,6 +86,6 @@ class Courier:
             self.send(self._to.leadership.leader_id, report)
 
     def shard_written(self, name: Name, shard: Shard) -> None:
-        """A shard of this host is durable: the leader waits for it."""
+        """A shard of this host is durable: whoever completes the checkpoint waits for it."""
         message = ShardWritten(generation=self._generation(), name=name, shard=shard)
-        self.send(self._to.leadership.leader_id, message)
+        self.send(self._to.completer(), message)

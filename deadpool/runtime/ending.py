@@ -191,6 +191,14 @@ class Ending:
         is_stranded = self.is_flushing and is_heard and not peer_reaches
         return lease is not None and (not lease.is_overdue or is_stranded)
 
+    def completer(self, leader: MemberId) -> MemberId:
+        """Who completes checkpoints: the leader, or if a job ends without one, the first host that lives."""
+        view = self._callbacks.job_view()
+        if not self.is_flushing or view is None:
+            return leader
+        unheard = self._callbacks.unheard()
+        return next((member for member in (leader, *view.slots) if member and member not in unheard), leader)
+
     def _flush(self, checkpoints: CheckpointTier) -> None:
         """Hosts hear of a commit at different times: the newest is there on all. Each write is begun once."""
         protected = self._callbacks.protected() or self._restored()

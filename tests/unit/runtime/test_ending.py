@@ -222,3 +222,18 @@ def test_a_job_that_waits_for_etcd_for_too_long_ends_with_code_5_and_saves_what_
         workforce.stop_all(WAIT_S)
     assert end.value.code == 5
     assert [manifest.name for manifest in complete_manifests(checkpoints.root)] == [BACK_TO]
+
+
+def test_a_checkpoint_is_completed_by_the_leader_or_when_it_is_gone_by_the_first_host_that_lives(
+    tmp_path: Path, checkpoints: Checkpoints
+) -> None:
+    view = make_view(("a", "b", "c"), generation=2, rollback=BACK_TO)
+    known: dict[str, Any] = {"protected": None, "begun": None, "ranks": range(1), "job_view": view}
+    ending, workforce = make_ending(tmp_path, unheard=frozenset({"a", "lead"}), **known)
+    assert ending.completer("lead") == "lead"  # a job that goes on elects another
+    ending.signal = signal.SIGTERM
+    ending.check_signal(checkpoints.tier)
+    assert ending.completer("lead") == "b"
+    assert ending.completer("") == "b"
+    assert ending.completer("c") == "c"
+    workforce.stop_all(WAIT_S)
