@@ -73,7 +73,7 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "seconds.",
         # Waiting, and the summary at the end
         "wait.long": "A wait takes long; waiting_for, seconds if they were counted.",
-        "agent.failed": "This host cannot go on and ends; reason.",
+        "agent.failed": "This host cannot go on and ends; exit_code, reason.",
         "agent.summary": "At the end; bytes_sent, host_memory_bytes, protected_step.",
         "worker.summary": "At the end; rank, steps, step_p50_s, step_p90_s, step_p99_s, step_max_s.",
     }
@@ -88,7 +88,7 @@ _CONSOLE: Mapping[str, str] = MappingProxyType(
         "run.finished": "run ends with code {exit_code}: {reason}",
         "member.quarantined": "{subject} quarantined: {reason}",
         "member.fenced": "this host was replaced: {reason}",
-        "agent.failed": "this host ends with code 1: {reason}",
+        "agent.failed": "this host ends with code {exit_code}: {reason}",
         "store.unreachable": "control plane unreachable: {reason}; training goes on",
         "store.reachable": "control plane answers again after {seconds:.1f} s",
         "view.told": "generation {generation} {text}",

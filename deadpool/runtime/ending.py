@@ -113,7 +113,7 @@ class Ending:
 
     def give_up(self, why: str) -> None:
         """This host is of no use to the job."""
-        self._log.emit("agent.failed", reason=why)
+        self._log.emit("agent.failed", exit_code=int(ExitCode.USER_ERROR), reason=why)
         raise AgentEnd(int(ExitCode.USER_ERROR), why)
 
     def not_written(self, what: str, error: Exception) -> None:
@@ -149,8 +149,10 @@ class Ending:
         needs_view = view is not None and view.phase is Phase.RUNNING and self._callbacks.needs_view()
         steps = [worker.finished_now() for worker in self._workforce.workers]
         if self._stranded.judge(view, is_reached, needs_view, steps, time.monotonic()) and not self._leaving:
-            why = f"no control plane for {STORE_LIMIT_S:g} s while the job forms or recovers"
-            self._leaving = AgentEnd(int(ExitCode.CONTROL_PLANE_UNREACHABLE), why)
+            why = f"no control plane for {STORE_LIMIT_S:g} s, and the job needs it to form or to recover"
+            code = int(ExitCode.CONTROL_PLANE_UNREACHABLE)
+            self._log.emit("agent.failed", exit_code=code, reason=why)
+            self._leaving = AgentEnd(code, why)
 
     def check_signal(self, checkpoints: CheckpointTier | None) -> None:
         """Ctrl-C ends at once; who leaves otherwise first makes the last protected step durable.

@@ -116,7 +116,7 @@ def conclude(run_dir: Path) -> tuple[int, str]:
         (ExitCode.TERMINATED, "The warning signal came."),
         (ExitCode.INTERRUPTED, "The job was interrupted."),
         (ExitCode.BAD_INPUT, "A host refused its input; see its log."),
-        (ExitCode.CONTROL_PLANE_UNREACHABLE, "No host reached the control plane."),
+        (ExitCode.CONTROL_PLANE_UNREACHABLE, "The hosts did not reach the control plane; see their logs."),
     ):
         if code in codes:
             return int(code), reason
