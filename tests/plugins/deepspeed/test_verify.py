@@ -26,26 +26,26 @@ def check_example(folder: Path, inject: str, *options: str, nnodes: int = 3, spa
 
 @pytest.mark.timeout(LIMIT_S + 10)
 def test_without_zero_rank_0_is_lost(tmp_path: Path) -> None:
-    options = ("--stage", "0", "--dtype", "fp32", "--grad-accum", "2", "--steps", "14")
-    check_example(tmp_path, "sigkill:rank=0@step=9", *options, nnodes=2)
+    options = ("--stage", "0", "--dtype", "fp32", "--grad-accum", "2", "--steps", "40")
+    check_example(tmp_path, "sigkill:rank=0@step=25", *options, nnodes=2)
 
 
 @pytest.mark.timeout(LIMIT_S + 10)
 def test_a_rank_of_a_pipeline_of_two_stages_is_lost(tmp_path: Path) -> None:
-    options = ("--stage", "1", "--pp", "2", "--dtype", "bf16", "--grad-accum", "2", "--steps", "14")
-    check_example(tmp_path, "sigkill:rank=1@step=9", *options, nnodes=4)
+    options = ("--stage", "1", "--pp", "2", "--dtype", "bf16", "--grad-accum", "2", "--steps", "40")
+    check_example(tmp_path, "sigkill:rank=1@step=25", *options, nnodes=4)
 
 
 @pytest.mark.timeout(LIMIT_S + 10)
 def test_in_stage_2_a_rank_is_lost(tmp_path: Path) -> None:
-    options = ("--stage", "2", "--dtype", "fp32", "--no-overlap-comm", "--steps", "14")
-    check_example(tmp_path, "sigkill:rank=1@step=9", *options, nnodes=2)
+    options = ("--stage", "2", "--dtype", "fp32", "--no-overlap-comm", "--steps", "40")
+    check_example(tmp_path, "sigkill:rank=1@step=25", *options, nnodes=2)
 
 
 @pytest.mark.timeout(LIMIT_S + 10)
 def test_in_stage_3_the_spare_that_took_over_is_lost_too(tmp_path: Path) -> None:
-    options = ("--stage", "3", "--dtype", "bf16", "--overlap-comm", "--steps", "12")
-    faults = "sigkill:rank=1@step=5 sigkill:rank=1@step=8"
+    options = ("--stage", "3", "--dtype", "bf16", "--overlap-comm", "--steps", "40")
+    faults = "sigkill:rank=1@step=15 sigkill:rank=1@step=28"
     check_example(tmp_path, faults, *options, nnodes=2, spares=2)
 
 
