@@ -76,6 +76,7 @@ class CheckpointTier:
     ) -> None:
         self.root = root
         self.complete: Name | None = None  # newest manifest written or found here
+        self.keeps_all = False  # delete nothing
         self._store = store
         self._world_size = world_size
         self._log = log
@@ -87,7 +88,6 @@ class CheckpointTier:
         self._to_repeat: dict[int, tuple[Name, Shard, int]] = {}  # rank -> its newest shard, times left
         self._repeat_at_s = 0.0
         self._threads: list[threading.Thread] = []
-        self._keeps_all = False
 
     def tick(self) -> None:
         """Say again which shards are durable."""
@@ -128,10 +128,6 @@ class CheckpointTier:
         self._being_completed.add(name)
         self._start(lambda: self._write_manifest(name, list(shards.values())), "checkpoint-manifest")
         return True
-
-    def keep_all(self) -> None:
-        """Delete nothing any more: this host leaves, and may not know what the folder is for by now."""
-        self._keeps_all = True
 
     def is_durable(self, name: Name) -> bool:
         """Whether a complete checkpoint of `name`, or a newer one, is in the folder."""
@@ -259,7 +255,7 @@ class CheckpointTier:
     def _write_manifest(self, name: Name, shards: Sequence[Shard]) -> None:
         try:
             write_manifest(self.root, name, shards, world_size=self._world_size, check_lease=self._check)
-            if not self._keeps_all:
+            if not self.keeps_all:
                 prune(self.root)
         except (SnapshotError, OSError) as error:
             logger.warning("checkpoint of step %d is not complete: %s", name.step, error)

@@ -77,6 +77,7 @@ class Ending:
         self.signal = 0
         self._flush_by_s = 0.0
         self._flush_from: Name | None = None  # this step or a newer one is to be durable
+        self._has_lease = True
         self._leaving: AgentEnd | None = None  # once what can be is durable
         self._stranded = Stranded(STORE_LIMIT_S)
         self._run_dir = run_dir
@@ -139,13 +140,14 @@ class Ending:
         raise AgentEnd(code, view.reason)
 
     def check_store(self, view: View | None, lease: LeaseKeeper | None) -> None:
-        """Leave when the job has needed the control plane for too long, with what can be made durable.
+        """Every tick: leave, with what can be made durable, when the control plane was needed for too long.
 
         Args:
             view: the one that this host obeys.
             lease: of this host; None before it has one.
         """
         is_reached = lease is not None and lease.reaches_store
+        self._has_lease = lease is not None and not lease.is_overdue
         needs_view = view is not None and view.phase is Phase.RUNNING and self._callbacks.needs_view()
         steps = [worker.finished_now() for worker in self._workforce.workers]
         if self._stranded.judge(view, is_reached, needs_view, steps, time.monotonic()) and not self._leaving:
@@ -172,7 +174,7 @@ class Ending:
         if not self._flush_by_s:
             self._flush_by_s = now_s + self._grace_s
             self._callbacks.begun()
-            checkpoints.keep_all()
+        checkpoints.keeps_all = not self._has_lease  # the folder may be another's by now
         self._flush(checkpoints)
         if now_s > self._flush_by_s or self._is_flushed(checkpoints):
             raise self._leaving
@@ -183,7 +185,7 @@ class Ending:
         A host that leaves may also write where its lease has run out and no peer reaches etcd: nobody can be
         replaced then, and it is the last chance. Should another part of the job reach etcd unheard, or a job
         that was started in its place, it finds one more checkpoint, of a step that was committed: one counts
-        only if every rank is in it. Nothing is deleted by a host that leaves.
+        only if every rank is in it. Nothing is deleted without a lease.
 
         Args:
             lease: of this host; None before it has one.

@@ -237,3 +237,28 @@ def test_a_checkpoint_is_completed_by_the_leader_or_when_it_is_gone_by_the_first
     assert ending.completer("") == "b"
     assert ending.completer("c") == "c"
     workforce.stop_all(WAIT_S)
+
+
+@pytest.mark.parametrize("has_lease", [True, False])
+def test_older_checkpoints_are_deleted_by_a_host_that_leaves_only_if_it_has_a_lease(
+    tmp_path: Path, checkpoints: Checkpoints, has_lease: bool
+) -> None:
+    older = checkpoints.root / "step-1.g1"
+    older.mkdir(parents=True)
+    keeper = LeaseKeeper(
+        MemoryStore(MemoryServer()), 30.0, enrol=lambda lease, again: None, on_lost=lambda error: None
+    )
+    if has_lease:
+        keeper.start()
+    view = make_view(("a", "b"), generation=2, rollback=BACK_TO)
+    known: dict[str, Any] = {"protected": None, "begun": None, "ranks": range(1), "job_view": view}
+    ending, workforce = make_ending(tmp_path, unheard=frozenset(), needs_view=False, **known)
+    ending.signal = signal.SIGTERM
+    ending.check_store(view, keeper if has_lease else None)
+    ending.check_signal(checkpoints.tier)
+    checkpoints.run_until_durable()
+    checkpoints.tier.close()
+    assert older.exists() is not has_lease
+    if has_lease:
+        keeper.close()
+    workforce.stop_all(WAIT_S)
