@@ -6,12 +6,13 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from deadpool.cli.slurm.job import is_run, read_job
-from deadpool.config import load_config
+from deadpool.config import MembershipConfig, load_config
 from deadpool.errors import ConfigError
 
 
@@ -119,28 +120,20 @@ def find_job_at(job_id: str | None, etcd: str | None, folder: Path | None = None
     if job_id is None:
         raise ConfigError(["with --etcd, name the job: deadpool status JOB --etcd HOST:PORT"])
     access = load_config(environment=os.environ).membership  # DEADPOOL_MEMBERSHIP_CA and the like
-    return JobFile(
-        job_id=job_id,
-        token="",
-        run_dir="",
-        pid=0,
-        etcd=tuple(etcd.split(",")),
-        ca=access.ca,
-        cert=access.cert,
-        key=access.key,
-        user=access.user,
-        password=access.password,
-    )
+    return _elsewhere(job_id, replace(access, etcd=tuple(etcd.split(","))))
 
 
 def _of_slurm(run_dir: Path) -> JobFile:
     job = read_job(run_dir)
     config = job.decode_config()
-    access = config.membership
+    return _elsewhere(config.job.job_id, config.membership, token=job.token, run_dir=str(run_dir))
+
+
+def _elsewhere(job_id: str, access: MembershipConfig, *, token: str = "", run_dir: str = "") -> JobFile:
     return JobFile(
-        job_id=config.job.job_id,
-        token=job.token,
-        run_dir=str(run_dir),
+        job_id=job_id,
+        token=token,
+        run_dir=run_dir,
         pid=0,
         etcd=access.etcd,
         ca=access.ca,

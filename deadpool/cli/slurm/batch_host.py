@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -64,9 +63,9 @@ def end_without_batch_host(
                 _cancel(run_dir, job, job_ends)
                 return
         except (tools.SlurmFailed, OSError) as error:
-            _say(f"whether job {job.command_id} has to be cancelled cannot be seen now: {error}")
+            tools.say(f"whether job {job.command_id} has to be cancelled cannot be seen now: {error}")
         if time.monotonic() > deadline_s:
-            _say(
+            tools.say(
                 f"Slurm does not say that batch host {job.batch_host} is dead, so job {job.command_id} is "
                 "not cancelled here"
             )
@@ -113,7 +112,7 @@ def is_alive(address: tuple[str, int] | None) -> bool:
 
 def _cancel(run_dir: Path, job: SlurmJob, job_ends: threading.Event) -> None:
     code, reason = conclude(run_dir)
-    _say(
+    tools.say(
         f"{reason} (code {code}); batch host {job.batch_host} is dead, so job {job.command_id} is cancelled "
         "here"
     )
@@ -122,8 +121,4 @@ def _cancel(run_dir: Path, job: SlurmJob, job_ends: threading.Event) -> None:
         tools.call("scancel", job.command_id)
     except tools.SlurmFailed as error:
         if not job_ends.is_set():  # else the job's end has ended this command, too
-            _say(f"end job {job.command_id} by hand: {error}")
-
-
-def _say(text: str) -> None:
-    print(f"deadpool: {text}", file=sys.stderr, flush=True)
+            tools.say(f"end job {job.command_id} by hand: {error}")

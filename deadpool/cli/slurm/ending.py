@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -70,7 +69,7 @@ def wait_for_members(
     """On any node, after the end of its own host: return True when no member of the job is left.
 
     Returns False if `job_ends` is set: Slurm is ending the job. Bounded by the life of the other hosts, as
-    each member's key lives with its lease.
+    each member's key lives with its lease, and by the job's time limit.
     """
     members = Members(run_dir, job)
 
@@ -94,9 +93,7 @@ def _until(look: Callable[[], bool], pause_s: float, stop: threading.Event | Non
         except (OSError, ValueError, DeadPoolError) as error:
             if said != str(error):
                 said = str(error)
-                print(
-                    f"deadpool: cannot see how the job is, looking again: {said}", file=sys.stderr, flush=True
-                )
+                tools.say(f"cannot see how the job is, looking again: {said}")
         if stop.wait(pause_s):
             return False
 
@@ -124,9 +121,8 @@ def conclude(run_dir: Path) -> tuple[int, str]:
     if failed_codes:
         return failed_codes[0], "The hosts ended without a result; see their logs."
     if not read_agents(run_dir):
-        return int(
-            ExitCode.BAD_INPUT
-        ), "No host came to register: see above what srun says, and the nodes' logs."
+        reason = "No host came to register: see above what srun says, and the nodes' logs."
+        return int(ExitCode.BAD_INPUT), reason
     return int(ExitCode.STATE_LOST), "Every host of the job was killed, or does not answer; no copy is left."
 
 
@@ -135,14 +131,17 @@ def settle(run_dir: Path, job: SlurmJob, code: int, reason: str) -> None:
     try:
         note_result(run_dir, code, reason)
     except OSError as error:
-        print(f"deadpool: {run_dir}: how the job ended could not be written: {error}", file=sys.stderr)
+        tools.say(f"{run_dir}: how the job ended could not be written: {error}")
     if job.decode_config().membership.grow_command:
         try:
             cancel_requests(job)
         except tools.SlurmFailed as error:
-            print(f"deadpool: a request for a node may be left in the queue: {error}", file=sys.stderr)
+            tools.say(f"a request for a node may be left in the queue: {error}")
     if code == ExitCode.TERMINATED:
-        submit_again(run_dir, job)
+        try:
+            submit_again(run_dir, job)
+        except OSError as error:  # the code and the report of this job are worth more than this mark
+            tools.say(f"look with `squeue --me` whether the job was submitted again: {error}")
 
 
 def ignore_stop_signals() -> None:

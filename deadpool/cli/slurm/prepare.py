@@ -29,12 +29,8 @@ from deadpool.errors import ConfigError
 
 GROW_WAIT_S = 86400  # in the queue; the request is taken back when the job ends
 _DEFAULT_SLURMD_PORT = 6818
-_NO_WARNINGS = (
-    "INT",
-    "KILL",
-    "STOP",
-    "CHLD",
-)  # they end all at once, cannot be caught, or come of themselves
+# These end all at once, cannot be caught, or come of themselves.
+_NO_WARNINGS = ("INT", "KILL", "STOP", "CHLD")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
-import sys
 import time
 from pathlib import Path
 
@@ -22,38 +22,41 @@ def submit_again(run_dir: Path, job: SlurmJob) -> None:
     Returns when that is done, by whomever: a caller may then end the job, and all who still submit with it.
     """
     if job.requeue in ("", "none"):
-        _say("the job is not submitted again (--requeue none)")
+        tools.say("the job is not submitted again (--requeue none)")
         return
     mark = run_dir / RESUBMITTED
     try:
         if not mark.exists() and _was_cancelled(job.command_id):
-            _say("the job was cancelled, so it is not submitted again")
+            tools.say("the job was cancelled, so it is not submitted again")
             return
         os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         _wait_for_other(mark)
         return
     except tools.SlurmFailed as error:
-        _say(f"submit the job again by hand: {error}")
+        tools.say(f"submit the job again by hand: {error}")
         return
     try:
         said = _run(run_dir, job)
     except tools.SlurmSilent as error:
         mark.write_text("unknown\n")
-        _say(f"the job may have been submitted again: look with `squeue --me` first, then by hand: {error}")
+        tools.say(
+            f"the job may have been submitted again: look with `squeue --me` first, then by hand: {error}"
+        )
         return
     except tools.SlurmFailed as error:
         mark.unlink()
-        _say(f"submit the job again by hand: {error}")
+        tools.say(f"submit the job again by hand: {error}")
         return
     mark.write_text(said)
-    _say(f"submitted again: {said.strip()}")
+    tools.say(f"submitted again: {said.strip()}")
 
 
 def _wait_for_other(mark: Path) -> None:
     deadline_s = time.monotonic() + OTHERS_S
-    while time.monotonic() < deadline_s and mark.exists() and not mark.read_text():
-        time.sleep(_POLL_S)
+    with contextlib.suppress(FileNotFoundError):  # it failed, and said so
+        while time.monotonic() < deadline_s and not mark.read_text():
+            time.sleep(_POLL_S)
 
 
 def _run(run_dir: Path, job: SlurmJob) -> str:
@@ -89,7 +92,3 @@ def _was_cancelled(slurm_id: str) -> bool:
     if shown.get("JobState") == "RUNNING" or shown.get("PreemptTime", "None") != "None":
         return False
     return shown.get("JobState") != "TIMEOUT" and shown.get("Reason") != "TimeLimit"
-
-
-def _say(text: str) -> None:
-    print(f"deadpool: {text}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 
 from deadpool.errors import DeadPoolError
@@ -19,6 +20,11 @@ class SlurmFailed(DeadPoolError):
 
 class SlurmSilent(SlurmFailed):
     """A Slurm command did not answer in time: slurmctld may carry out what it was asked, all the same."""
+
+
+def say(text: str) -> None:
+    """A line for the operator, into the log of this node or the output of the job."""
+    print(f"deadpool: {text}", file=sys.stderr, flush=True)
 
 
 def call(*command: str, timeout_s: float | None = None, environment: Mapping[str, str] | None = None) -> str:

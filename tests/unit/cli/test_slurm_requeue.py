@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from deadpool.cli.slurm import requeue, tools
+from deadpool.cli.slurm.ending import settle
 from deadpool.cli.slurm.requeue import submit_again
 from deadpool.config import Config, JobConfig
 from tests.unit.cli.slurm_jobs import fake, make_job
@@ -134,3 +135,11 @@ def test_who_finds_another_submitting_the_job_waits_until_that_is_done(
     thread.join(20.0)
     assert not thread.is_alive()
     assert not (tmp_path / "calls").exists()
+
+
+def test_a_run_folder_that_cannot_be_read_costs_no_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "resubmitted").mkdir()  # no file
+    settle(tmp_path, make_job(Config(), requeue="sbatch"), 143, "The warning signal came.")
+    assert "look with `squeue --me` whether the job was submitted again" in capsys.readouterr().err
