@@ -140,6 +140,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     granted_ttl_s: float | None = None
     lease_left_s: float | None = None
     suspects: tuple[str, ...] = ()  # members it has not heard for silence_suspect_s
+    replaced: tuple[str, ...] = ()  # members that had a slot until the newest recovery that replaced any
     workers: tuple[WorkerStatus, ...] = ()
     protected: Protected | None = None
     replication_factor: int = 1

@@ -208,13 +208,14 @@ def _hosts(
         for recovery in store.recoveries
         if recovery.get("subject")
     }
-    # A host is told by the member's id where it is not known otherwise: label, hyphen, random digits.
     replaced = {str(member) for recovery in store.recoveries for member in recovery.get("replaced") or ()}
-    lost = {**{member: member.rpartition("-")[0] for member in sorted(replaced)}, **lost}
-    everybody = dict.fromkeys([*filter(None, slots), *registered, *agents, *lost])
+    # Until the leader has summed the newest one up, the agents know; some may be a View behind.
+    replaced |= {each for agent in agents.values() for each in (*agent.slots, *agent.replaced) if each}
+    everybody = dict.fromkeys([*filter(None, slots), *registered, *agents, *sorted(replaced), *lost])
     rows = []
     for member in everybody:
-        host = names.get(member) or lost.get(member, "")
+        # Not known otherwise: a member's id is label, hyphen, random digits.
+        host = names.get(member) or lost.get(member) or member.rpartition("-")[0]
         agent = agents.get(member)
         slot = slots.index(member) if member in slots else None
         state, note = "active" if slot is not None else "spare", ""

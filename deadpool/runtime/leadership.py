@@ -61,6 +61,7 @@ class Leadership:
         self._growth = Growth(config.membership.grow_command, config.job.spares > 0, log)
         self._next_try_s = 0.0
         self._ran_with: tuple[MemberId, ...] = ()
+        self._replaced: tuple[MemberId, ...] = ()  # by the newest recovery that replaced anybody
         self._silences = Silences()  # judged here only if they concern the leader
 
     def tick(self, lease: Lease) -> None:
@@ -101,7 +102,15 @@ class Leadership:
 
     def on_running(self, view: View) -> None:
         """The job runs: should this agent come to lead in the next recovery, it knows who was there."""
+        self._replaced = _without(self._ran_with, view.slots) or self._replaced
         self._ran_with = view.slots
+
+    def replaced(self, slots: tuple[MemberId, ...]) -> tuple[MemberId, ...]:
+        """Members that ran before and are in none of `slots`: of this recovery, or else the one before.
+
+        `deadpool status` names them until the leader's summary does.
+        """
+        return _without(self._ran_with, slots) or self._replaced
 
     def on_silent(self, message: Silent) -> None:
         """A silence: the leader judges it; that of the leader itself lets any member end its lease."""
@@ -166,3 +175,7 @@ def limits_of(config: Config) -> membership.Limits:
         replicas=config.store.replication_factor,
         spares=config.job.spares,
     )
+
+
+def _without(members: tuple[MemberId, ...], slots: tuple[MemberId, ...]) -> tuple[MemberId, ...]:
+    return tuple(member for member in members if member and member not in slots)

@@ -42,6 +42,7 @@ def describe(agent: Agent) -> AgentStatus:
         granted_ttl_s=lease.granted_ttl_s if lease else None,
         lease_left_s=lease.deadline_s - boottime_s() if lease else None,
         suspects=tuple(agent.peers.suspects),
+        replaced=agent.leadership.replaced(view.slots) if view else (),
         workers=_workers(agent),
         protected=None
         if protected is None

@@ -25,7 +25,7 @@ from tests.scenarios.conftest import DETECT_S, wait_until_gone
 
 Launch = Callable[..., Job]
 
-ARGS = ("--steps", "100")
+HOLD_STEP = 60  # so that the job is not over before its status was asked for
 ANSWER_S = 3.0
 END_S = 10.0
 START_S = 3.0  # of Python and the command, on a loaded machine
@@ -62,11 +62,14 @@ def processes_of(job: Job) -> set[int]:
 
 
 def test_status_tells_the_truth_before_during_and_after_a_recovery_and_without_etcd(
-    rig: Any, launch: Launch
+    rig: Any, launch: Launch, tmp_path: Path
 ) -> None:
     job_id = f"status-{os.getpid()}"
     shared = set(os.listdir("/dev/shm"))
-    job = launch(ARGS, nnodes=2, options=("--job-id", job_id, "--inject", "host-stop:rank=1@step=20"))
+    args = ("--steps", str(HOLD_STEP + 20), "--holds", str(tmp_path))
+    hold = tmp_path / f"step-{HOLD_STEP}"
+    hold.touch()
+    job = launch(args, nnodes=2, options=("--job-id", job_id, "--inject", "host-stop:rank=1@step=20"))
     job.wait_for(lambda e: e["event"] == "snapshot.committed" and e["step"] > 2, "a commit")
     before, problem = ask(job_id)
     assert (problem, before.phase, before.generation) == ("", "running", 1)
@@ -80,6 +83,7 @@ def test_status_tells_the_truth_before_during_and_after_a_recovery_and_without_e
         during, problem = ask(job_id)
         assert problem == ""
         phases.add(during.phase)
+        assert victim in states(during), during
         if time.clock_gettime(time.CLOCK_BOOTTIME) > struck_s + DETECT_S:
             assert states(during)[victim] != "active"
     assert phases <= {"running", "aborting", "restoring"}
@@ -87,6 +91,7 @@ def test_status_tells_the_truth_before_during_and_after_a_recovery_and_without_e
     after, problem = ask(job_id)
     while not after.recoveries:  # the leader's summary follows within moments
         assert job.process.poll() is None
+        assert victim in states(after), after
         after, problem = ask(job_id)
     assert (problem, after.generation) == ("", 2)
     assert states(after).get(victim) == "dead", (states(after), after.recoveries)
@@ -117,6 +122,7 @@ def test_status_tells_the_truth_before_during_and_after_a_recovery_and_without_e
     assert "control plane unreachable" in done.stderr
     assert json.loads(done.stdout)["control_plane"] == "unreachable"
 
+    hold.unlink()
     # The end, with the host that was struck still stopped.
     ended_s = job.wait_for(lambda e: e["event"] == "run.finished", "the end")["monotonic_s"]
     assert job.wait() == 0, job.output[-4000:]
@@ -125,7 +131,7 @@ def test_status_tells_the_truth_before_during_and_after_a_recovery_and_without_e
         wait_until_gone(pid, END_S)
     assert set(os.listdir("/dev/shm")) <= shared
     assert job.named("recovery.done")[0]["generation"] == 2
-    rig.check_trace(job, ARGS, world_size=2)
+    rig.check_trace(job, args, world_size=2)
 
 
 @pytest.mark.full

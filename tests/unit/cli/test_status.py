@@ -83,7 +83,7 @@ def test_active_spare_suspect_dead_and_quarantined_hosts_are_told_apart() -> Non
     status = assemble_status("j", store, {each.member: each for each in agents}, is_reachable=True)
     assert states(status) == {
         "h0": "active",
-        "": "dead",  # h1-a: in the View, but its lease has ended and nobody knows its host any more
+        "h1": "dead",  # in the View, but its lease has ended
         "h2": "spare",
         "h3": "suspect",  # a neighbour does not hear it
         "h4": "quarantined",
@@ -92,6 +92,18 @@ def test_active_spare_suspect_dead_and_quarantined_hosts_are_told_apart() -> Non
         "h9": "dead",
     }
     assert next(host.slot for host in status.hosts if host.member == "h1-a") == 1
+
+
+@pytest.mark.parametrize(
+    "known",
+    [{"replaced": ("h9-a",)}, {"generation": 2, "slots": ("h9-a", "h1-a")}],
+    ids=["agents obey the new View", "an agent is a View behind"],
+)
+def test_a_replaced_host_is_dead_before_the_recovery_is_summed_up(known: dict[str, object]) -> None:
+    agents = {"h0-a": agent("h0", 0), "h1-a": msgspec.structs.replace(agent("h1", 1), **known)}
+    store = StoreAnswer(members=(member("h0"), member("h1")), view=VIEW)
+    status = assemble_status("j", store, agents, is_reachable=True)
+    assert states(status) == {"h0": "active", "h1": "active", "h9": "dead"}
 
 
 def test_the_rank_table_says_who_holds_a_rank() -> None:
@@ -189,7 +201,7 @@ def test_agents_found_in_etcd_are_asked_with_the_token_of_the_job(
     status, problem = gather_status(job)
     assert problem == ""
     assert (status.control_plane, status.generation) == ("reachable", 3)
-    assert states(status) == {"h0": "active", "": "dead", "h7": "quarantined"}
+    assert states(status) == {"h0": "active", "h1": "dead", "h7": "quarantined"}
     assert status.ranks[0].pid == 100
 
 

@@ -250,6 +250,23 @@ def test_a_leader_that_others_find_dead_loses_its_lease_by_any_member(
     assert c.leadership.leader is not None
 
 
+def test_every_agent_knows_whom_the_newest_recovery_replaced(job: Job, a: Candidate, c: Candidate) -> None:
+    a.tick()
+    _run(job, a)
+    running = job.view()
+    for each in (a, c):
+        each.leadership.on_running(running)
+        assert each.leadership.replaced(running.slots) == ()
+    a.leadership.on_silent(_silent("a", "b", gone=True))
+    recovering = job.view()
+    assert recovering.slots == ("a", "c")
+    assert c.leadership.replaced(recovering.slots) == ("b",)  # the recovery goes on
+    c.leadership.on_running(recovering)
+    assert c.leadership.replaced(recovering.slots) == ("b",)  # it is over
+    c.leadership.on_running(recovering)
+    assert c.leadership.replaced(recovering.slots) == ("b",)
+
+
 def test_one_observer_alone_does_not_evict_the_leader(
     job: Job, a: Candidate, c: Candidate, writer: RegistryWriter
 ) -> None:
