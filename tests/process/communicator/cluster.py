@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import struct
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -59,6 +60,7 @@ class Seat:
         self.page_fd = page_fd
         self.port = port
         self._pipe = pipe
+        self._hearing = threading.Lock()
 
     def communicators(self, *, timeout_s: float = 120.0, rank: int | None = None) -> Communicators:
         """Communicators with handles installed. The timeout is long: nothing may depend on it."""
@@ -96,10 +98,11 @@ class Seat:
         self._pipe.send((event, payload))
 
     def hear(self, timeout_s: float = START_S) -> Any:
-        """The next message of the test."""
-        if not self._pipe.poll(timeout_s):
-            raise TimeoutError(f"rank {self.rank} heard nothing for {timeout_s} s")
-        return self._pipe.recv()
+        """The next message of the test; of several threads that listen, one gets it."""
+        with self._hearing:
+            if not self._pipe.poll(timeout_s):
+                raise TimeoutError(f"rank {self.rank} heard nothing for {timeout_s} s")
+            return self._pipe.recv()
 
 
 def _run(
