@@ -127,7 +127,7 @@ def _status(
 
 @_app.command("inject")
 def _inject(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="Job id.")],
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Job id; or RUN of a Slurm job.")],
     spec: Annotated[
         str, typer.Argument(metavar="KIND:rank=R", help="KIND: sigkill, sigstop, host-loss or host-stop.")
     ],

@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from deadpool.cli.inject import inject_running_job
-from deadpool.cli.jobs import JobFile, write_job_file
 from deadpool.errors import ConfigError
 from deadpool.events import boottime_s
-from deadpool.liveness.stat import started_s, state_of
+from deadpool.liveness.stat import state_of
 from deadpool.testing.faults import (
     Injection,
     InjectionKind,
@@ -264,61 +262,3 @@ def test_host_stop_stops_agent_workers_and_their_children(start_host: Callable[[
     host = start_host("host-stop:rank=0@step=1")
     host.strike()
     wait_until(lambda: all(state == "T" for state in states(host).values()))
-
-
-# ---- deadpool inject ---------------------------------------------------------------------------------
-
-
-def register(tmp_path: Path, pid: int, monotonic_s: float) -> Path:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir(exist_ok=True)
-    line = {"member": "h0", "rank": 1, "pid": pid, "generation": 1, "role": "active"}
-    with open(run_dir / "workers.jsonl", "a") as file:
-        file.write(json.dumps({**line, "monotonic_s": monotonic_s}) + "\n")
-    jobs = tmp_path / "jobs"
-    write_job_file(JobFile(job_id="j", token="t", run_dir=str(run_dir), pid=os.getpid()), jobs)
-    return jobs
-
-
-def test_a_running_worker_is_struck_from_outside(tmp_path: Path, start_host: Callable[[str], Host]) -> None:
-    host = start_host("exit:rank=0@step=1")
-    jobs = register(tmp_path, host.pids["victim"], boottime_s())
-    said = inject_running_job("j", "sigkill:rank=1", jobs)
-    assert said == f"sigkill sent to rank 1 (worker pid {host.pids['victim']})"
-    assert host.stdout.readline() == f"ended {-signal.SIGKILL}\n"
-    record = json.loads((tmp_path / "run/injections/manual-0.json").read_text())
-    assert (record["kind"], record["rank"], record["pid"]) == ("sigkill", 1, host.pids["victim"])
-    with pytest.raises(ConfigError, match="no live worker of rank 1"):
-        inject_running_job("j", "sigkill:rank=1", jobs)
-
-
-def test_a_running_host_is_struck_from_outside(tmp_path: Path, start_host: Callable[[str], Host]) -> None:
-    host = start_host("exit:rank=0@step=1")
-    jobs = register(tmp_path, host.pids["victim"], boottime_s())
-    assert inject_running_job(None, "host-loss:rank=1", jobs).startswith(
-        "host-loss sent to the host of rank 1"
-    )
-    assert host.agent.wait(10) == -signal.SIGKILL
-    wait_until(lambda: all(state in "ZX" for state in states(host).values()))
-
-
-def test_a_pid_that_was_given_to_another_process_is_not_struck(tmp_path: Path) -> None:
-    began_s = started_s(os.getpid())
-    assert began_s is not None
-    jobs = register(tmp_path, os.getpid(), began_s - 10)
-    with pytest.raises(ConfigError, match="no live worker"):
-        inject_running_job("j", "sigstop:rank=1", jobs)
-
-
-@pytest.mark.parametrize(
-    ("spec", "problem"),
-    [
-        ("exit:rank=1", "kinds from outside"),
-        ("bitflip:rank=1", "kinds from outside"),
-        ("sigkill:rank=1@step=3", "it has no step"),
-        ("sigkill", "it has no step"),
-    ],
-)
-def test_what_cannot_be_done_from_outside_is_refused(tmp_path: Path, spec: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        inject_running_job("j", spec, tmp_path)
