@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from deadpool.core.types import MemberId, Name, Phase, View
 from deadpool.errors import ExitCode
@@ -115,6 +116,7 @@ class Ending:
     def give_up(self, why: str) -> None:
         """This host is of no use to the job."""
         self._log.emit("agent.failed", exit_code=int(ExitCode.USER_ERROR), reason=why)
+        self._callbacks.summarise()
         raise AgentEnd(int(ExitCode.USER_ERROR), why)
 
     def not_written(self, what: str, error: Exception) -> None:
@@ -163,7 +165,7 @@ class Ending:
             checkpoints: None before this host has joined the job: it has nothing to make durable.
         """
         if self.signal == signal.SIGINT:
-            raise AgentEnd(int(ExitCode.INTERRUPTED), "Ctrl-C")
+            self._leave(AgentEnd(int(ExitCode.INTERRUPTED), "Ctrl-C"), checkpoints)
         if self.signal and not self._leaving:  # SIGTERM, as before pre-emption
             self._leaving = AgentEnd(int(ExitCode.TERMINATED), "SIGTERM")
         if self._leaving is None:
@@ -177,7 +179,12 @@ class Ending:
         checkpoints.keeps_all = not self._has_lease  # the folder may be another's by now
         self._flush(checkpoints)
         if now_s > self._flush_by_s or self._is_flushed(checkpoints):
-            raise self._leaving
+            self._leave(self._leaving, checkpoints)
+
+    def _leave(self, end: AgentEnd, checkpoints: CheckpointTier | None) -> NoReturn:
+        if checkpoints is not None:  # a host that has not joined the job has nothing to sum up
+            self._callbacks.summarise()
+        raise end
 
     def may_write(self, lease: LeaseKeeper | None, peers: tuple[bool, bool]) -> bool:
         """Whether this host may write to a checkpoint: it has not been replaced. Any thread.

@@ -24,6 +24,7 @@ from deadpool.store.host_memory import HostMemoryStore
 from tests.unit.runtime.support import LAYOUT, WAIT_S, Loop, fill, make_view
 
 BACK_TO = Name(step=6, generation=1)
+KNOWN: dict[str, Any] = {"protected": None, "begun": None, "ranks": range(1), "summarise": None}
 
 
 class Checkpoints:
@@ -82,9 +83,8 @@ def make_ending(folder: Path, **known: Any) -> tuple[Ending, Workforce]:
     )
     names = ("pid_of", "protected", "ranks", "begun", "job_view", "summarise", "needs_view", "unheard")
     asked = dict.fromkeys(names, never)
-    callbacks = EndingCallbacks(
-        **{**asked, **{name: lambda value=value: value for name, value in known.items()}}
-    )
+    answers = {name: value if callable(value) else lambda value=value: value for name, value in known.items()}
+    callbacks = EndingCallbacks(**{**asked, **answers})
     return Ending(folder, workforce, EventLog(None, "run", "h0"), callbacks, grace_s=30.0), workforce
 
 
@@ -103,14 +103,28 @@ def test_a_signal_ends_a_host_at_once_that_has_not_joined_the_job(
     assert end.value.code == code
 
 
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C", "it failed"])
+def test_a_host_that_leaves_before_the_job_has_ended_sums_up_what_it_did(
+    tmp_path: Path, checkpoints: Checkpoints, how: str
+) -> None:
+    sums: list[str] = []
+    known = {**KNOWN, "summarise": lambda: sums.append(how)}
+    view = make_view(("a", "b"), generation=1, phase=Phase.FORMING)  # nothing to save
+    ending, workforce = make_ending(tmp_path, **known, job_view=view)
+    ending.signal = {"SIGTERM": signal.SIGTERM, "Ctrl-C": signal.SIGINT}.get(how, 0)
+    with pytest.raises(AgentEnd, match=how):
+        ending.check_signal(checkpoints.tier)
+        ending.give_up("it failed")
+    workforce.stop_all(WAIT_S)
+    assert sums == [how]
+
+
 @pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.STALLED])
 def test_sigterm_after_a_recovery_saves_what_it_went_back_to_although_no_holder_has_it_yet(
     tmp_path: Path, checkpoints: Checkpoints, phase: Phase
 ) -> None:
     view = make_view(("a", "b"), generation=2, phase=phase, rollback=BACK_TO)
-    ending, workforce = make_ending(
-        tmp_path, protected=None, begun=None, ranks=range(1), job_view=view, unheard=frozenset()
-    )
+    ending, workforce = make_ending(tmp_path, **KNOWN, job_view=view, unheard=frozenset())
     ending.signal = signal.SIGTERM
     try:
         ending.check_signal(checkpoints.tier)
@@ -138,9 +152,7 @@ def test_sigterm_saves_nothing_where_no_step_is_known_that_every_owner_has(
     view = make_view(
         ("a", "b"), generation=2, phase=phase, rollback=BACK_TO if phase is not Phase.FORMING else None
     )
-    ending, workforce = make_ending(
-        tmp_path, protected=None, begun=None, ranks=range(1), job_view=view, unheard=frozenset()
-    )
+    ending, workforce = make_ending(tmp_path, **KNOWN, job_view=view, unheard=frozenset())
     ending.signal = signal.SIGTERM
     try:
         with pytest.raises(AgentEnd) if ends else nullcontext():
@@ -183,9 +195,7 @@ def test_a_host_whose_lease_has_run_out_writes_only_when_it_leaves_and_no_peer_r
         )
 
     view = make_view(("a", "b"), generation=2, rollback=BACK_TO)
-    ending, workforce = make_ending(
-        tmp_path, protected=None, begun=None, ranks=range(1), job_view=view, unheard=frozenset()
-    )
+    ending, workforce = make_ending(tmp_path, **KNOWN, job_view=view, unheard=frozenset())
     if is_leaving:
         ending.signal = signal.SIGTERM
         ending.check_signal(checkpoints.tier)
@@ -203,14 +213,7 @@ def test_a_job_that_waits_for_etcd_for_too_long_ends_with_code_5_and_saves_what_
 ) -> None:
     monkeypatch.setattr(ending_module, "STORE_LIMIT_S", 0.0)
     view = make_view(("a", "b"), generation=2, phase=Phase.RUNNING, rollback=BACK_TO)
-    known: dict[str, Any] = {
-        "protected": None,
-        "begun": None,
-        "ranks": range(1),
-        "job_view": view,
-        "unheard": frozenset(),
-    }
-    ending, workforce = make_ending(tmp_path, needs_view=True, **known)
+    ending, workforce = make_ending(tmp_path, **KNOWN, job_view=view, unheard=frozenset(), needs_view=True)
     try:
         for _ in range(2):
             ending.check_store(view, None)
@@ -228,8 +231,7 @@ def test_a_checkpoint_is_completed_by_the_leader_or_when_it_is_gone_by_the_first
     tmp_path: Path, checkpoints: Checkpoints
 ) -> None:
     view = make_view(("a", "b", "c"), generation=2, rollback=BACK_TO)
-    known: dict[str, Any] = {"protected": None, "begun": None, "ranks": range(1), "job_view": view}
-    ending, workforce = make_ending(tmp_path, unheard=frozenset({"a", "lead"}), **known)
+    ending, workforce = make_ending(tmp_path, **KNOWN, job_view=view, unheard=frozenset({"a", "lead"}))
     assert ending.completer("lead") == "lead"  # a job that goes on elects another
     ending.signal = signal.SIGTERM
     ending.check_signal(checkpoints.tier)
@@ -251,8 +253,7 @@ def test_older_checkpoints_are_deleted_by_a_host_that_leaves_only_if_it_has_a_le
     if has_lease:
         keeper.start()
     view = make_view(("a", "b"), generation=2, rollback=BACK_TO)
-    known: dict[str, Any] = {"protected": None, "begun": None, "ranks": range(1), "job_view": view}
-    ending, workforce = make_ending(tmp_path, unheard=frozenset(), needs_view=False, **known)
+    ending, workforce = make_ending(tmp_path, **KNOWN, job_view=view, unheard=frozenset(), needs_view=False)
     ending.signal = signal.SIGTERM
     ending.check_store(view, keeper if has_lease else None)
     ending.check_signal(checkpoints.tier)
