@@ -104,6 +104,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     step_times: StepTimes | None
     digests: dict[str, dict[str, str]]  # rank -> tensor or blob part -> sha256 of the final state
     degraded: tuple[str, ...]  # reasons, in order, each once
+    agents_seen: int = 0  # incarnations of hosts whose events it was made from
 
 
 # ---- an agent's answer -------------------------------------------------------------------------------

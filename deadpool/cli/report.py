@@ -1,12 +1,15 @@
 """`--report FILE`: builds the report of a run from what the run left in its folder, and prints the timeline.
 
 Injections are read here and nowhere in the running job. Seconds of a phase are those of the slowest host.
+What cannot be written is said and ends nothing: the exit code stays the job's, which may ask to be requeued.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,16 @@ import msgspec
 
 from deadpool.cli.rundir import (
     InjectionRecord,
+    event_files,
+    merge_events,
     read_digests,
     read_events,
     read_injections,
     read_workers,
+    replacing,
 )
 from deadpool.config import Config
+from deadpool.errors import ExitCode
 from deadpool.events import RECOVERY_PHASES
 from deadpool.report import (
     Cause,
@@ -32,20 +39,69 @@ from deadpool.report import (
 )
 
 Event = dict[str, Any]
+_SIGNALLED = {int(ExitCode.INTERRUPTED): "Ctrl-C", int(ExitCode.TERMINATED): "SIGTERM"}
 
 
-def build_report(run_dir: Path, config: Config) -> Report:
-    """The report of a run that has ended."""
-    events = read_events(run_dir, has_every_commit=False)
+def leave_reports(
+    run_dir: Path, config: Config, exit_code: int, reason: str = "", *, shows_timeline: bool = True
+) -> None:
+    """All that a run leaves for people: the timeline on the terminal, `--events FILE` and `--report FILE`.
+
+    Args:
+        run_dir: folder of the run.
+        config: its configuration.
+        exit_code: of the job.
+        reason: why it ended; "" if only its events say so.
+        shows_timeline: False where other hosts have terminals of their own.
+    """
+    with _saying("events"):
+        if config.run.events:
+            merge_events(run_dir, Path(config.run.events))
+    if not (shows_timeline or config.run.report):
+        return
+    with _saying("report"):
+        report = build_report(run_dir, config, exit_code, reason)
+        if shows_timeline and report.recoveries:
+            with _saying("timeline"):
+                print_timeline(report)
+        if config.run.report:
+            write_report(report, Path(config.run.report))
+            _say_who_is_missing(report)
+
+
+@contextlib.contextmanager
+def _saying(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        say(f"the {what} of this run could not be written: {error}")
+
+
+def _say_who_is_missing(report: Report) -> None:
+    if report.agents_seen < report.nnodes:
+        say(
+            f"this report was made from the events of {report.agents_seen} of at least {report.nnodes} hosts: "
+            "give all hosts one --run-dir, on a file system that they share"
+        )
+
+
+def say(text: str) -> None:
+    """A line for people, on standard error: it may be on the full disk, too."""
+    with contextlib.suppress(OSError):
+        print(f"deadpool: {text}", file=sys.stderr, flush=True)
+
+
+def build_report(run_dir: Path, config: Config, exit_code: int, reason: str = "") -> Report:
+    """The report of a run that has ended; arguments as of `leave_reports`."""
+    events = read_events(run_dir, has_every_step=False)
     injections = read_injections(run_dir)
-    end = _last(events, "run.finished")
     summaries = [event for event in events if event["event"] == "agent.summary"]
     committed = [event["step"] for event in events if event["event"] == "snapshot.committed"]
     degraded = dict.fromkeys(str(e.get("reason", "")) for e in events if e["event"] == "snapshot.degraded")
     return Report(
         job_id=config.job.job_id,
-        exit_code=None if end is None else end.get("exit_code"),
-        reason="" if end is None else str(end.get("reason", "")),
+        exit_code=exit_code,
+        reason=reason or _reason(events, exit_code),
         nnodes=config.job.nnodes,
         spares=config.job.spares,
         nproc_per_node=config.job.nproc_per_node,
@@ -71,15 +127,14 @@ def build_report(run_dir: Path, config: Config) -> Report:
             for rank, digests in sorted(read_digests(run_dir).items())
         },
         degraded=tuple(degraded),
+        agents_seen=len(event_files(run_dir)),
     )
 
 
 def write_report(report: Report, path: Path) -> None:
     """Write `report.json` so that a reader sees all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-    os.replace(temporary, path)
+    with replacing(path) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(report), indent=1))
 
 
 def read_report(path: Path) -> Report:
@@ -87,8 +142,10 @@ def read_report(path: Path) -> Report:
     return msgspec.json.decode(path.read_bytes(), type=Report)
 
 
-def print_timeline(report: Report, write: Callable[[str], None] = print) -> None:
+def print_timeline(report: Report, write: Callable[[str], None] | None = None) -> None:
     """The recoveries of a run, a few lines each."""
+    # Flushed here, where a full disk is noticed: at exit it would change the exit code.
+    write = write or partial(print, flush=True)
     if not report.recoveries:
         write("no recovery was needed")
     for number, recovery in enumerate(report.recoveries, 1):
@@ -219,9 +276,10 @@ def _step_times(events: Iterable[Event]) -> StepTimes | None:
     )
 
 
-def _last(events: Iterable[Event], name: str) -> Event | None:
-    found = None
+def _reason(events: Iterable[Event], exit_code: int) -> str:
+    """What was said last by a host that ended with this code: hosts end with codes of their own."""
+    reason = _SIGNALLED.get(exit_code, "")
     for event in events:
-        if event["event"] == name:
-            found = event
-    return found
+        if event["event"] in ("run.finished", "agent.failed") and event.get("exit_code") == exit_code:
+            reason = str(event.get("reason", ""))
+    return reason

@@ -9,11 +9,11 @@ import socket
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from deadpool.cli.jobs import JobFile, job_file, write_job_file
-from deadpool.cli.report import build_report, print_timeline, write_report
-from deadpool.cli.rundir import merge_events
+from deadpool.cli.jobs import JobFile, job_file, note_token, write_job_file
+from deadpool.cli.report import leave_reports, say
 from deadpool.config import Config
 from deadpool.errors import ConfigError
 from deadpool.membership.embedded import EMBEDDED_WARNING
@@ -47,13 +47,9 @@ def run_command(config: Config) -> int:
     if importlib.util.find_spec("deadpool.communicator._native") is None:
         print(f"deadpool: {FALLBACK_WARNING}", file=sys.stderr, flush=True)
     if config.run.standalone:
-        code = _run_standalone(config, run_dir)
-    else:
-        code = _run_host(config, run_dir)
-    if config.run.events:
-        merge_events(run_dir, Path(config.run.events))
-    if config.run.report:
-        write_report(build_report(run_dir, config), Path(config.run.report))
+        return _run_standalone(config, run_dir)
+    code = _run_host(config, run_dir)
+    leave_reports(run_dir, config, code, shows_timeline=False)
     return code
 
 
@@ -77,16 +73,10 @@ def _run_standalone(config: Config, run_dir: Path) -> int:
     finally:
         for path in job_files:
             path.unlink(missing_ok=True)
-    report = build_report(run_dir, config)
-    if report.recoveries:
-        print_timeline(report)
-    print(
-        f"deadpool: {outcome.reason} (code {outcome.exit_code}, {time.monotonic() - started_s:.1f} s); "
-        f"run folder {run_dir}",
-        file=sys.stderr,
-        flush=True,
-    )
-    return outcome.exit_code
+    code, seconds = outcome.exit_code, time.monotonic() - started_s
+    say(f"{outcome.reason} (code {code}, {seconds:.1f} s); run folder {run_dir}")
+    leave_reports(run_dir, config, code, outcome.reason)
+    return code
 
 
 def _run_host(config: Config, run_dir: Path) -> int:
@@ -96,8 +86,9 @@ def _run_host(config: Config, run_dir: Path) -> int:
         print(f"deadpool: {warning}", file=sys.stderr)
     token = secrets.token_hex(16)  # the job's own is that of the agent which came first
     label = f"{socket.gethostname().split('.')[0]}"
-    with job_file(_job_of_host(config, run_dir)):
-        return run_agent(config, run_dir, label, token)
+    job = _job_of_host(config, run_dir)
+    with job_file(job):
+        return run_agent(config, run_dir, label, token, on_token=partial(note_token, job))
 
 
 def _job_of_host(config: Config, run_dir: Path) -> JobFile:
@@ -109,7 +100,7 @@ def _job_of_host(config: Config, run_dir: Path) -> JobFile:
     )
     return JobFile(
         job_id=config.job.job_id,
-        token="",  # etcd's counts
+        token="",  # etcd's counts: see note_token
         run_dir=str(run_dir),
         pid=os.getpid(),
         etcd=membership.etcd,

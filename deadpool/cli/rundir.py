@@ -5,15 +5,22 @@ Everything here was appended by processes that may have been killed in mid-write
 
 from __future__ import annotations
 
+import heapq
 import json
-from collections.abc import Iterator
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
+from deadpool.runtime.descriptors import raise_descriptor_limit
+
 T = TypeVar("T")
 _COMMIT = b'"event": "snapshot.committed"'
+_REFUSAL = b'"event": "snapshot.refused"'
 
 
 class AgentLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,33 +70,51 @@ class RankDigests(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
 
 
-def read_events(run_dir: Path, *, has_every_commit: bool = True) -> list[dict[str, Any]]:
+def read_events(run_dir: Path, *, has_every_step: bool = True) -> list[dict[str, Any]]:
     """Events of all hosts, by time. Between machines the order is as good as their clocks.
 
     Args:
         run_dir: folder of the run.
-        has_every_commit: with each `snapshot.committed`, of which a day of a large job has millions; else
-            with the last one of each file.
+        has_every_step: with each `snapshot.committed` and `snapshot.refused`, of which a day of a large job
+            has millions; else with the last commit of each file.
     """
-    paths = sorted(run_dir.glob("events-*.jsonl"))
-    lines = (
-        line
-        for path in paths
-        for line in (_lines(path) if has_every_commit else _without_older_commits(path))
-    )
-    events = list(_decoded(lines))
-    return sorted(
-        (event for event in events if isinstance(event.get("event"), str)),
-        key=lambda event: float(event.get("wall_s", 0.0)),
-    )
+    events: list[dict[str, Any]] = []
+    for path in event_files(run_dir):
+        lines = _lines(path) if has_every_step else _without_steps(path)
+        events.extend(event for _, event in _events(lines))
+    return sorted(events, key=_wall_s)
+
+
+def event_files(run_dir: Path) -> list[Path]:
+    """A file per incarnation of an agent."""
+    return sorted(run_dir.glob("events-*.jsonl"))
 
 
 def merge_events(run_dir: Path, target: Path) -> None:
-    """Write the events of all hosts into one file (`--events FILE`)."""
+    """Write the events of all hosts into one file (`--events FILE`).
+
+    A day of a large job leaves gigabytes, so nothing is held but a line of each file. Each is in the order of
+    its own time; where its clock was set back, so is the order of what is written.
+    """
+    raise_descriptor_limit()
+    files = [_events(_lines(path)) for path in event_files(run_dir)]
+    with replacing(target) as file:
+        for line, _ in heapq.merge(*files, key=lambda item: _wall_s(item[1])):
+            file.write(line.rstrip(b"\n") + b"\n")
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[BinaryIO]:
+    """Write a file so that a reader sees all of it or none; of several writers, the last one counts."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target, "w", encoding="utf-8") as file:
-        for event in read_events(run_dir):
-            file.write(json.dumps(event) + "\n")
+    # By chance, not by process id: hosts that write one file into a shared folder may have the same.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_workers(run_dir: Path) -> list[WorkerLine]:
@@ -130,24 +155,41 @@ def _lines(path: Path) -> Iterator[bytes]:
         return
 
 
-def _without_older_commits(path: Path) -> Iterator[bytes]:
+def _without_steps(path: Path) -> Iterator[bytes]:
     newest = b""
     for line in _lines(path):
-        if _COMMIT not in line:
+        if _COMMIT in line:
+            newest = line if line.endswith(b"\n") else newest  # else it is torn
+        elif _REFUSAL not in line:
             yield line
-        elif line.endswith(b"\n"):  # else it is torn
-            newest = line
     yield newest
 
 
-def _decoded(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
+def _events(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Lines that are events, as they are and decoded."""
     for line in lines:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue  # empty, or torn by a kill
-        if isinstance(value, dict):
+        event = _decode(line)
+        if event is not None and isinstance(event.get("event"), str) and "wall_s" in event:
+            yield line, event
+
+
+def _wall_s(event: dict[str, Any]) -> float:
+    return float(event["wall_s"])
+
+
+def _decoded(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        value = _decode(line)
+        if value is not None:
             yield value
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None  # empty, or torn by a kill
+    return value if isinstance(value, dict) else None
 
 
 def _typed(lines: Iterator[dict[str, Any]], kind: type[T]) -> Iterator[T]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import resource
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -16,6 +16,7 @@ from deadpool.config import Config
 from deadpool.errors import ConfigError, DeadPoolError, ExitCode, Fenced, StoreUnavailable
 from deadpool.liveness.health import check_health
 from deadpool.runtime.agent import Agent
+from deadpool.runtime.descriptors import raise_descriptor_limit
 from deadpool.runtime.ending import STORE_LIMIT_S, Replaced
 from deadpool.runtime.starting import Launch
 
@@ -27,7 +28,14 @@ CPU, which the first steps after a recovery lack where hosts share a machine (2 
 """
 
 
-def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str = "") -> int:
+def run_agent(
+    config: Config,
+    run_dir: Path,
+    host: str,
+    token: str,
+    run_id: str = "",
+    on_token: Callable[[str], None] | None = None,
+) -> int:
     """Run a host until the job ends; a replaced incarnation comes back as a new one, a spare.
 
     Args:
@@ -36,6 +44,7 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
         host: label of this host.
         token: the launch's token.
         run_id: equal for all agents of one launch; "" if they are started one by one.
+        on_token: told the job's token, which is another agent's if that one came first.
 
     Returns:
         The exit code.
@@ -52,11 +61,12 @@ def run_agent(config: Config, run_dir: Path, host: str, token: str, run_id: str 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     _lower_oom_score()
-    _raise_descriptor_limit()
+    raise_descriptor_limit()  # a leader has four connections to every host
     health = check_health()
     if not health.is_healthy:
         return _complain(health.problems, ExitCode.USER_ERROR)
-    return _live(config, run_dir, host, Launch(run_id=run_id, token=token), current, received)
+    launch = Launch(run_id=run_id, token=token, on_token=on_token)
+    return _live(config, run_dir, host, launch, current, received)
 
 
 def _live(
@@ -120,9 +130,3 @@ def _lower_oom_score() -> None:
         Path("/proc/self/oom_score_adj").write_text("-500")
     except OSError:
         pass  # not privileged: the kernel decides
-
-
-def _raise_descriptor_limit() -> None:
-    """A leader has four connections to every host, and the usual soft limit is 1,024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

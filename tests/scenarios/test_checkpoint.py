@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -63,6 +64,23 @@ def test_sigterm_leaves_the_newest_snapshot_behind(rig: Any, launch: Launch, tmp
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == 143, job.output[-4000:]
     check_goes_on(rig, launch, args, folder)
+
+
+def test_sigterm_is_in_the_report_and_stays_the_exit_code_where_the_events_cannot_be_written(
+    launch: Launch, tmp_path: Path
+) -> None:
+    report, no_folder = tmp_path / "report.json", tmp_path / "file"
+    no_folder.touch()
+    options = ("--report", str(report), "--events", str(no_folder / "events.jsonl"))
+    job = launch(("--steps", "600"), nnodes=2, spares=0, options=options)
+    job.wait_for(lambda event: event["event"] == "snapshot.committed", "commit")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 143, job.output[-4000:]
+    assert "the events of this run could not be written" in job.output
+    told = json.loads(report.read_text())
+    assert (told["exit_code"], told["reason"]) == (143, "SIGTERM")
+    assert told["bytes_sent"] > 0
+    assert len(told["host_memory_bytes"]) == 2
 
 
 @pytest.mark.full

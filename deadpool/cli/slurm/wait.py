@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deadpool.cli.report import build_report, print_timeline, write_report
-from deadpool.cli.rundir import merge_events
+from deadpool.cli.report import leave_reports, say
 from deadpool.cli.slurm.ending import conclude, ignore_stop_signals, settle, wait_for_hosts
 from deadpool.cli.slurm.job import read_job
-from deadpool.config import Config
 
 
 def wait(run_dir: Path, pids: Sequence[int]) -> int:
@@ -25,22 +22,7 @@ def wait(run_dir: Path, pids: Sequence[int]) -> int:
     ignore_stop_signals()
     wait_for_hosts(run_dir, job, pids)
     code, reason = conclude(run_dir)
-    print(f"deadpool: {reason} (code {code}); run folder {run_dir}", file=sys.stderr, flush=True)
-    settle(
-        run_dir, job, code, reason
-    )  # first: the time may be up, and the report of a large job takes its own
-    try:
-        _report(run_dir, config)
-    except OSError as error:
-        print(f"deadpool: there is no report of this run: {error}", file=sys.stderr, flush=True)
+    say(f"{reason} (code {code}); run folder {run_dir}")
+    settle(run_dir, job, code, reason)  # first: the time may be up, and reports of a large job take theirs
+    leave_reports(run_dir, config, code, reason)
     return code
-
-
-def _report(run_dir: Path, config: Config) -> None:
-    report = build_report(run_dir, config)
-    if report.recoveries:
-        print_timeline(report)
-    if config.run.report:
-        write_report(report, Path(config.run.report))
-    if config.run.events:
-        merge_events(run_dir, Path(config.run.events))

@@ -89,6 +89,7 @@ def build_run(folder: Path, *, disturbed: bool = False) -> Path:
         ]
         events.append(event("snapshot.degraded", 5.3, 2, reason="rank 1 has no replica"))
     events.append(event("run.finished", 9, exit_code=0, reason="all ranks finished"))
+    events.sort(key=lambda line: float(line["wall_s"]))
     write_lines(folder / "events-h0-a.jsonl", events[::2])
     write_lines(folder / "events-h1-a.jsonl", events[1::2])
     write_lines(folder / "workers.jsonl", workers)

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import json
+import resource
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from deadpool.cli.report import build_report, print_timeline, read_report, write_report
+from deadpool.cli.report import build_report, leave_reports, print_timeline, read_report, write_report
 from deadpool.cli.rundir import merge_events, read_events
-from deadpool.config import Config, JobConfig
+from deadpool.config import Config, JobConfig, RunConfig
 from deadpool.report import report_schema, status_schema
 
 CONFIG = replace(Config(), job=JobConfig(nnodes=2, spares=1, job_id="j"))
@@ -24,7 +26,7 @@ def append(path: Path, *lines: dict[str, object]) -> None:
 
 
 def test_the_report_tells_cause_phases_and_outcome_of_a_recovery(tmp_path: Path, make_run: MakeRun) -> None:
-    report = build_report(make_run(tmp_path, disturbed=True), CONFIG)
+    report = build_report(make_run(tmp_path, disturbed=True), CONFIG, 0)
     (recovery,) = report.recoveries
     assert (recovery.generation, recovery.cause.kind, recovery.cause.ranks) == (2, "worker_exit", (1,))
     assert (recovery.cause.host, recovery.cause.member) == ("h1", "h1-a")
@@ -60,7 +62,7 @@ def test_summaries_give_bytes_memory_and_step_times(tmp_path: Path, make_run: Ma
         {"event": "worker.summary", "rank": 0, "wall_s": 1, "monotonic_s": 1, **times},
         {"event": "worker.summary", "rank": 1, "wall_s": 1, "monotonic_s": 1, **times, "step_p50_s": 0.055},
     )
-    report = build_report(run_dir, CONFIG)
+    report = build_report(run_dir, CONFIG, 0)
     assert report.bytes_sent == 111
     assert report.host_memory_bytes == {"h0-a": 4096, "h1-a": 0}
     assert report.step_times is not None
@@ -74,7 +76,7 @@ def test_a_recovery_that_a_newer_generation_took_over_is_kept_as_unfinished(
     run_dir = make_run(tmp_path, disturbed=True)
     begin = {"event": "recovery.begin", "wall_s": 1e9 + 7, "monotonic_s": 7.0, "kind": "collective"}
     append(run_dir / "events-h0-a.jsonl", {**begin, "generation": 3, "ranks": []})
-    first, second = build_report(run_dir, CONFIG).recoveries
+    first, second = build_report(run_dir, CONFIG, 0).recoveries
     assert first.is_done and not second.is_done
     assert second.seconds is None
     assert "detect" not in second.phases  # the injection was answered by the first
@@ -82,7 +84,7 @@ def test_a_recovery_that_a_newer_generation_took_over_is_kept_as_unfinished(
 
 def test_the_timeline_is_a_few_lines_a_recovery(tmp_path: Path, make_run: MakeRun) -> None:
     lines: list[str] = []
-    print_timeline(build_report(make_run(tmp_path, disturbed=True), CONFIG), lines.append)
+    print_timeline(build_report(make_run(tmp_path, disturbed=True), CONFIG, 0), lines.append)
     assert lines == [
         "recovery 1 of 1, generation 2: worker_exit of rank 1 on h1",
         "  cause       rank 1 was killed",
@@ -91,12 +93,12 @@ def test_the_timeline_is_a_few_lines_a_recovery(tmp_path: Path, make_run: MakeRu
         "  source      replica",
     ]
     lines.clear()
-    print_timeline(build_report(make_run(tmp_path / "calm"), CONFIG), lines.append)
+    print_timeline(build_report(make_run(tmp_path / "calm"), CONFIG, 0), lines.append)
     assert lines == ["no recovery was needed"]
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path: Path, make_run: MakeRun) -> None:
-    report = build_report(make_run(tmp_path, disturbed=True), CONFIG)
+    report = build_report(make_run(tmp_path, disturbed=True), CONFIG, 0)
     path = tmp_path / "out" / "report.json"
     write_report(report, path)
     assert read_report(path) == report
@@ -104,20 +106,118 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path, make_run: MakeRun) -
 
 
 def test_an_empty_folder_gives_an_empty_report(tmp_path: Path) -> None:
-    report = build_report(tmp_path, CONFIG)
-    assert (report.exit_code, report.generations, report.protected_step) == (None, (), None)
+    report = build_report(tmp_path, CONFIG, 4)
+    assert (report.exit_code, report.reason) == (4, "")
+    assert (report.generations, report.protected_step) == ((), None)
 
 
-def test_events_of_all_hosts_are_merged_by_time_and_torn_lines_skipped(
+@pytest.mark.parametrize(
+    ("code", "given", "reason"),
+    [
+        (1, "The script failed on one node.", "The script failed on one node."),
+        (1, "", "its device is bad"),  # of the host that ended so, not of the last one
+        (0, "", "all ranks finished"),
+        (143, "", "SIGTERM"),  # nobody said anything
+        (130, "", "Ctrl-C"),
+    ],
+)
+def test_the_report_ends_with_the_code_of_the_job_whatever_the_hosts_said_last(
+    tmp_path: Path, make_run: MakeRun, code: int, given: str, reason: str
+) -> None:
+    run_dir = make_run(tmp_path)
+    failed = {"event": "agent.failed", "exit_code": 1, "reason": "its device is bad"}
+    append(run_dir / "events-h1-a.jsonl", {**failed, "wall_s": 1e9 + 8, "monotonic_s": 8.0})
+    report = build_report(run_dir, CONFIG, code, given)
+    assert (report.exit_code, report.reason) == (code, reason)
+
+
+def test_reports_that_cannot_be_written_are_said_in_a_line_each_and_keep_nothing_back(
+    tmp_path: Path, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, no_folder = make_run(tmp_path, disturbed=True), tmp_path / "file"
+    no_folder.touch()
+    events, report = tmp_path / "events.jsonl", tmp_path / "report.json"
+    for path in (
+        (no_folder / "events", no_folder / "report"),
+        (no_folder / "events", report),
+        (events, report),
+    ):
+        run = RunConfig(events=str(path[0]), report=str(path[1]))
+        leave_reports(run_dir, replace(CONFIG, run=run), 143, "SIGTERM")
+        output = capsys.readouterr()
+        assert len(output.err.splitlines()) == len([each for each in path if no_folder in each.parents])
+        assert [each.exists() for each in path] == [each.parent == tmp_path for each in path]
+    assert "recovery 1 of 1" in output.out
+    assert sorted(path.name for path in tmp_path.glob(".*")) == []
+
+
+def test_events_of_all_hosts_are_merged_by_time_and_torn_and_odd_lines_skipped(
     tmp_path: Path, make_run: MakeRun
 ) -> None:
     run_dir = make_run(tmp_path, disturbed=True)
     with open(run_dir / "events-h0-a.jsonl", "a") as file:
-        file.write('{"event": "run.fin')
+        file.write('\n[1]\n{"event": 5, "wall_s": 1}\n{"event": "run.finished"}\n{"event": "run.fin')
     events = read_events(run_dir)
     assert [event["wall_s"] for event in events] == sorted(event["wall_s"] for event in events)
     merge_events(run_dir, tmp_path / "all" / "events.jsonl")
-    assert len((tmp_path / "all" / "events.jsonl").read_text().splitlines()) == len(events)
+    lines = (tmp_path / "all" / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == events
+
+
+def write_commits(path: Path, first_s: float, count: int) -> None:
+    head = {"member": path.stem, "generation": 1, "monotonic_s": 1.0}
+    with open(path, "w") as file:
+        for step in range(count):
+            line = {"event": "snapshot.committed", **head, "wall_s": first_s + step, "step": step}
+            file.write(json.dumps(line) + "\n")
+
+
+def test_files_of_more_hosts_are_merged_than_a_process_may_open_at_first(tmp_path: Path) -> None:
+    for host in range(100):
+        write_commits(tmp_path / f"events-h{host:03}-a.jsonl", host / 1000, 2)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+    try:
+        merge_events(tmp_path, tmp_path / "all.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    moments = [json.loads(line)["wall_s"] for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert moments == sorted(moments)
+    assert len(moments) == 200
+
+
+def test_merging_holds_a_line_of_each_host_and_not_a_day_of_them(tmp_path: Path) -> None:
+    for host in range(2):
+        write_commits(tmp_path / f"events-h{host}-a.jsonl", host / 10, 10_000)
+    tracemalloc.start()
+    try:
+        merge_events(tmp_path, tmp_path / "all.jsonl")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    size = (tmp_path / "all.jsonl").stat().st_size
+    assert peak < size / 4, f"{peak} bytes of memory for {size} bytes of events"
+
+
+def test_the_report_is_made_without_the_events_of_each_step(tmp_path: Path) -> None:
+    path = tmp_path / "events-h0-a.jsonl"
+    write_commits(path, 1.0, 3)
+    refused = {"event": "snapshot.refused", "step": 3, "reason": "late", "wall_s": 9.0, "monotonic_s": 9.0}
+    append(path, refused, {**refused, "event": "worker.exited"})
+    kept = [(event["event"], event.get("step")) for event in read_events(tmp_path, has_every_step=False)]
+    assert kept == [("snapshot.committed", 2), ("worker.exited", 3)]
+    assert [event["event"] for event in read_events(tmp_path)].count("snapshot.refused") == 1
+
+
+def test_a_report_made_without_the_events_of_some_hosts_says_so(
+    tmp_path: Path, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, report = make_run(tmp_path), tmp_path / "report.json"
+    for nnodes, is_whole in (2, True), (3, False):
+        job = JobConfig(nnodes=nnodes, spares=0, job_id="j")
+        leave_reports(run_dir, Config(job=job, run=RunConfig(report=str(report))), 0)
+        assert read_report(report).agents_seen == 2
+        assert ("--run-dir" in capsys.readouterr().err) is not is_whole
 
 
 def test_both_schemas_name_their_fields() -> None:
