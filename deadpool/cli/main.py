@@ -141,7 +141,9 @@ def _inject(
 @_app.command("readmit")
 def _readmit(
     host: Annotated[str, typer.Argument(metavar="HOST", help="Host name, as `deadpool status` shows it.")],
-    job: Annotated[str | None, typer.Option("--job-id", help="Needless for one job.")] = None,
+    job: Annotated[
+        str | None, typer.Option("--job-id", help="Needless for one job; RUN for a Slurm job.")
+    ] = None,
     etcd: Annotated[
         str | None, typer.Option("--etcd", help="Endpoints, for a job that was not started on this machine.")
     ] = None,

@@ -30,6 +30,15 @@ HOST_STEP = (
 """Options of the step of one node: the end of another node must not touch it."""
 
 
+def host_step(run_dir: Path, job: SlurmJob, node: str) -> list[str]:
+    """The command that runs the host of a node, as the batch script does for the first nodes."""
+    return [
+        *("srun", f"--jobid={job.slurm_id}", *HOST_STEP, f"--nodelist={node}"),
+        *(f"--output={run_dir / f'{node}-%t.log'}", "--open-mode=append"),  # of a host that comes back, too
+        *(sys.executable, "-m", "deadpool", "slurm", "host", str(run_dir)),
+    ]
+
+
 def grow(run_dir: Path, wait_s: float) -> str:
     """Bring one more node into the job; returns its name.
 
@@ -110,16 +119,11 @@ def _take_back(process: subprocess.Popen[str]) -> str:
 
 def _start_host(run_dir: Path, job: SlurmJob, node: str, environment: dict[str, str]) -> None:
     said = run_dir / f"{node}.srun.log"
-    command = [
-        *("srun", f"--jobid={job.slurm_id}", *HOST_STEP, f"--nodelist={node}"),
-        f"--output={run_dir / f'{node}-%t.log'}",
-        *(sys.executable, "-m", "deadpool", "slurm", "host", str(run_dir)),
-    ]
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     # It lives as long as the host on the new node, and we do not: so no Popen, which wants to be waited for.
     pid = os.posix_spawnp(
         "srun",
-        command,
+        host_step(run_dir, job, node),
         {**environment, "SLURM_JOB_ID": job.slurm_id},
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

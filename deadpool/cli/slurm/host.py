@@ -20,10 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from deadpool.cli.rundir import read_agents
 from deadpool.cli.slurm import control_plane
 from deadpool.cli.slurm.batch_host import end_without_batch_host
 from deadpool.cli.slurm.ending import wait_for_members
-from deadpool.cli.slurm.job import SlurmJob, domain_of, note_end, read_job
+from deadpool.cli.slurm.job import SlurmJob, domain_of, end_file, note_end, note_grown, read_job
 from deadpool.errors import ConfigError, ExitCode, StoreUnavailable
 from deadpool.runtime.launch import ENVIRONMENT
 
@@ -35,18 +36,34 @@ def run_host(run_dir: Path, environment: Mapping[str, str] = os.environ) -> int:
     job = read_job(run_dir)
     node = environment.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
     signals = _Signals(job.warning_signal)
+    is_return = come_back(run_dir, node)
+    has_etcd = not is_return and any(member.node == node for member in job.etcd)
     try:
-        with control_plane.serving(job, node, run_dir):
+        with control_plane.serving(job, node, run_dir) if has_etcd else contextlib.nullcontext():
             code = _run_agent(job, node, run_dir, environment, signals)
             note_end(run_dir, node, code)
             end_without_batch_host(run_dir, job, node, code, signals.job_ends)
-            has_etcd = any(member.node == node for member in job.etcd)
             if has_etcd and wait_for_members(run_dir, job, signals.job_ends):
                 time.sleep(LINGER_S)
     except ConfigError:
         note_end(run_dir, node, int(ExitCode.BAD_INPUT))
         raise
     return code
+
+
+def come_back(run_dir: Path, node: str) -> bool:
+    """Whether the host of this node is started again, by hand: after `readmit`, or because it was killed.
+
+    It then counts as a node that joins later, as the batch script waits for steps of its own only; and what
+    is known of its former end is forgotten, so that others wait for it. Its member of etcd does not come
+    back: the former host still serves it, or its data are gone, and without them it could vote twice.
+    """
+    end = end_file(run_dir, node)
+    if not end.exists() and all(agent.host != node for agent in read_agents(run_dir)):
+        return False
+    note_grown(run_dir, node)
+    end.unlink(missing_ok=True)
+    return True
 
 
 def _run_agent(

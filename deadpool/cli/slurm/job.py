@@ -6,7 +6,7 @@ The run folder is shared by all nodes, and readable by its user only: it holds t
         checkpoints/             unless --checkpoint-dir names another folder; kept across submissions
         slurm-<id>[.<restart>]/  one per submission: events, records, logs of the nodes, slurm.json
             hosts/<node>.json    how the host of a node ended
-            grown                nodes that joined later
+            grown                nodes that joined later, or again
 """
 
 from __future__ import annotations
@@ -102,7 +102,12 @@ def read_job(run_dir: Path) -> SlurmJob:
 
 def note_end(run_dir: Path, node: str, code: int) -> None:
     """Say how the host of a node ended."""
-    write_json(run_dir / "hosts" / f"{node}.json", {"node": node, "code": code})
+    write_json(end_file(run_dir, node), {"node": node, "code": code})
+
+
+def end_file(run_dir: Path, node: str) -> Path:
+    """Where `note_end` says it."""
+    return run_dir / "hosts" / f"{node}.json"
 
 
 def read_ends(run_dir: Path) -> dict[str, int]:
@@ -112,13 +117,13 @@ def read_ends(run_dir: Path) -> dict[str, int]:
 
 
 def note_grown(run_dir: Path, node: str) -> None:
-    """Say that a node has joined the allocation."""
+    """Say that a node has joined the allocation, or its host was started again."""
     with open(run_dir / _GROWN, "a", encoding="utf-8") as file:
         file.write(f"{node}\n")
 
 
 def read_grown(run_dir: Path) -> tuple[str, ...]:
-    """Nodes that joined the allocation after its start, those whose host never started included."""
+    """Nodes whose hosts were started after the batch script's, those that never came up included."""
     try:
         return tuple((run_dir / _GROWN).read_text(encoding="utf-8").split())
     except FileNotFoundError:
