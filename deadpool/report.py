@@ -33,7 +33,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     phases: dict[
         str, float
     ]  # detect, abort, agree, fetch, rebuild, restore, first_step -> seconds, slowest host
-    seconds: float | None  # from the fault (or its detection) to all ranks running; None if superseded
+    seconds: float | None  # from the first fault (or its detection) to all ranks running; None if superseded
     rollback_step: int | None = None
     rollback_generation: int | None = None
     lost_steps: int | None = None
@@ -60,7 +60,8 @@ class InjectionReport(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     point: str
     pid: int
-    monotonic_s: float
+    monotonic_s: float  # comparable with events of the same machine only
+    wall_s: float = 0.0
     index: int = -1
 
 
@@ -137,6 +138,8 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     slots: tuple[str, ...] = ()  # of the View it obeys
     nproc: int = 1
+    leader: str = ""  # member that leads, as far as it knows
+    waits_for: tuple[str, ...] = ()  # hosts without which the phase does not go on; only the leader knows
     reaches_store: bool = True
     granted_ttl_s: float | None = None
     lease_left_s: float | None = None
@@ -183,10 +186,13 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     schema: int = SCHEMA_VERSION
     job_id: str
-    control_plane: str  # reachable or unreachable
+    control_plane: str  # reachable, unreachable or ended (with the job)
     generation: int | None
     phase: str
     reason: str
+    exit_code: int | None = None  # of a job that has ended
+    leader: str = ""  # host that leads
+    waits_for: tuple[str, ...] = ()  # hosts without which the phase does not go on
     world_size: int
     hosts: tuple[HostStatus, ...]
     ranks: tuple[RankStatus, ...]

@@ -29,7 +29,6 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
     user: str = ""
     password: str = ""
-    members_hint: tuple[str, ...] = ()  # address:control_port of agents known to the launcher
 
 
 def runtime_dir(environment: Mapping[str, str] = os.environ) -> Path:
@@ -78,6 +77,13 @@ def job_file(job: JobFile, folder: Path | None = None) -> Iterator[None]:
         found = _read(path)
         if found is not None and found.pid == job.pid:
             path.unlink(missing_ok=True)
+
+
+def note_token(job: JobFile, token: str, folder: Path | None = None) -> None:
+    """The job's token is known: agents of this machine can be asked also while etcd is away."""
+    found = _read((folder or runtime_dir()) / f"{job.job_id}.json")
+    if found is not None and found.pid == job.pid:
+        write_job_file(msgspec.structs.replace(found, token=token), folder)
 
 
 def find_job(job_id: str | None, folder: Path | None = None) -> JobFile:

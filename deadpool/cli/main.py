@@ -115,6 +115,9 @@ def _status(
         typer.Argument(metavar="[JOB]", help="Job id, needless for one job; or RUN of a Slurm job."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the schema is in the docs.")] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Every host and rank, also of a job of more than 64 hosts.")
+    ] = False,
     etcd: Annotated[
         str | None, typer.Option("--etcd", help="Endpoints, for a job that was not started on this machine.")
     ] = None,
@@ -122,7 +125,7 @@ def _status(
     """Show the hosts, ranks and protection of a running job."""
     from deadpool.cli.status import status_command
 
-    raise typer.Exit(status_command(job, as_json=as_json, etcd=etcd))
+    raise typer.Exit(status_command(job, as_json=as_json, show_all=show_all, etcd=etcd))
 
 
 @_app.command("inject")

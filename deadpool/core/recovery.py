@@ -319,6 +319,17 @@ def _restore_extra_s(state: State) -> float:
     return max((ack.restore_extra_s for ack in state.acks), default=0.0)
 
 
+def late_hosts(state: State) -> tuple[str, ...]:
+    """Hosts without whose acknowledgement the phase does not go on."""
+    view = state.view
+    if view is None or view.phase not in (Phase.FORMING, Phase.ABORTING, Phase.RESTORING):
+        return ()
+    late = [view.slots[slot] for slot in bitset.items(state.needed & ~state.acked)]
+    if view.phase is Phase.ABORTING:
+        late += [m for index, m in enumerate(view.leaving) if not bitset.has(state.acked_leaving, index)]
+    return tuple(host_of(state, member) for member in late)
+
+
 def _is_aborted(state: State, view: View) -> bool:
     return not state.needed & ~state.acked and state.acked_leaving == bitset.full(len(view.leaving))
 

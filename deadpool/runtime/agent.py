@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from deadpool.config import Config
-from deadpool.core.types import Member, MemberId, Name, Phase, View
+from deadpool.core.types import Member, MemberId, Phase, View
 from deadpool.errors import DeadPoolError, ExitCode, StoreUnavailable
 from deadpool.events import EventLog
 from deadpool.membership.etcd import EtcdStore
@@ -206,7 +206,7 @@ class Agent:
             StreamCallbacks(
                 address_of=self._data_address,
                 held=lambda rank, name: self.post(self._pusher.acked, rank, name),
-                failed=lambda rank, name, why: self.post(self._on_push_failed, rank, name, why),
+                failed=lambda rank, name, why: self.post(self.protection.replication_failed, rank, name, why),
             ),
         )
         self.peers = Peers(
@@ -260,6 +260,8 @@ class Agent:
                 finished_step=self.workforce.finished_step,
                 committed=self.protection_log.committed,
                 refused=self.protection_log.refused,
+                failed=self.protection_log.failed,
+                unprotected=self.protection_log.unprotected,
                 held=lambda rank, name: self.host.on_held(rank, name),
             ),
         )
@@ -349,7 +351,7 @@ class Agent:
         if self.lease and self.lease.reaches_store and self._reached and self.ending.view is None:
             self.leadership.tick(self.lease.lease)  # each try would wait for an etcd that is away
         self._lead_protection()
-        self.waits.tick(self.host.view, len(self._members))
+        self.waits.tick(self.host.view, len(self._members), self.leadership.late_hosts())
         self.ending.check()
 
     def _close(self) -> None:
@@ -441,10 +443,6 @@ class Agent:
             self.protection.lead(view, first_name(view), leader.term)
 
     # ---- protection ----------------------------------------------------------------------------------
-
-    def _on_push_failed(self, rank: int, name: Name, why: str) -> None:
-        self.protection_log.failed(rank, name.step, why)
-        self.protection.replication_failed(rank, name, why)
 
     def _data_address(self, member: MemberId) -> tuple[str, int] | None:
         found = self._members.get(member)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deadpool.core import membership, progress
+from deadpool.core import membership, progress, recovery
 from deadpool.core.collectives import RankCalls, find_disagreement
 from deadpool.core.types import Ack, Fault, FaultKind, Member, MemberId, Name, View
 from deadpool.events import EventLog
@@ -103,6 +103,10 @@ class Leader:
     @property
     def view(self) -> View | None:
         return self._state.view
+
+    def late_hosts(self) -> tuple[str, ...]:
+        """Hosts for which the phase waits. Safe from other threads."""
+        return recovery.late_hosts(self._state)
 
     def start(
         self,

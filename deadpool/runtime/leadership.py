@@ -105,6 +105,11 @@ class Leadership:
         self._replaced = _without(self._ran_with, view.slots) or self._replaced
         self._ran_with = view.slots
 
+    def late_hosts(self) -> tuple[str, ...]:
+        """Hosts for which the phase waits; only the leader knows. Safe from other threads."""
+        leader = self.leader
+        return () if leader is None else leader.late_hosts()
+
     def replaced(self, slots: tuple[MemberId, ...]) -> tuple[MemberId, ...]:
         """Members that ran before and are in none of `slots`: of this recovery, or else the one before.
 

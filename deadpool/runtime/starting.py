@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from deadpool.config import Config
@@ -24,6 +24,7 @@ class Launch:
     token: str  # proposed by this agent, and the first agent's counts; the job's own if this one returns
     is_return: bool = False  # an incarnation before this one was replaced
     member: MemberId = ""  # of a try that did not come as far as registering: one file of events for all
+    on_token: Callable[[str], None] | None = None  # told the job's token, once it is known
 
 
 def claim_token(registry: Registry, config: Config, launch: Launch, host: str) -> str:
@@ -54,6 +55,8 @@ def claim_token(registry: Registry, config: Config, launch: Launch, host: str) -
     for quarantine in registry.quarantined():
         if quarantine.host == host:
             raise Fenced(f"this job quarantined host {host}: {quarantine.reason}")
+    if launch.on_token is not None:
+        launch.on_token(claimed)
     return claimed
 
 

@@ -41,6 +41,8 @@ def describe(agent: Agent) -> AgentStatus:
         reaches_store=lease is not None and lease.reaches_store,
         granted_ttl_s=lease.granted_ttl_s if lease else None,
         lease_left_s=lease.deadline_s - boottime_s() if lease else None,
+        leader=agent.leadership.leader_id,
+        waits_for=agent.leadership.late_hosts(),
         suspects=tuple(agent.peers.suspects),
         replaced=agent.leadership.replaced(view.slots) if view else (),
         workers=_workers(agent),

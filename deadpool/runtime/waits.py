@@ -8,6 +8,7 @@ from deadpool.config import Config
 from deadpool.core.types import Phase, View
 from deadpool.events import EventLog
 from deadpool.runtime.workforce import WorkerState, Workforce
+from deadpool.words import listed
 
 FIRST_SAY_S = 10.0
 SAY_AGAIN_S = 30.0
@@ -24,7 +25,14 @@ class LongWaits:
         self._since_s = time.monotonic()
         self._next_s = self._since_s + FIRST_SAY_S
 
-    def tick(self, view: View | None, n_members: int) -> None:
+    def tick(self, view: View | None, n_members: int, late_hosts: tuple[str, ...]) -> None:
+        """Look again.
+
+        Args:
+            view: the View that this host obeys.
+            n_members: registered hosts.
+            late_hosts: for which the phase waits, as far as this host knows: the leader does.
+        """
         now_s = time.monotonic()
         phase = None if view is None else (view.generation, view.phase)
         if phase != self._phase:
@@ -33,6 +41,8 @@ class LongWaits:
             return
         self._next_s = now_s + SAY_AGAIN_S
         what = self._describe(view, n_members)
+        if late_hosts:
+            what += f"; it waits for {listed(late_hosts)}"
         if what:
             seconds = now_s - self._since_s
             self._log.emit(

@@ -101,7 +101,7 @@ def test_training_goes_on_while_etcd_is_away_and_all_are_members_again_afterward
     job.wait_for(lambda event: event["event"] == "store.unreachable", "notice of the outage")
     began_s = time.monotonic()
     status = subprocess.run(
-        [sys.executable, "-m", "deadpool", "status", "by-hand", "--etcd", etcd.endpoint],
+        [sys.executable, "-m", "deadpool", "status", "by-hand"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -121,6 +121,7 @@ def test_training_goes_on_while_etcd_is_away_and_all_are_members_again_afterward
     assert steps_while_away > 20
     assert status.returncode == UNREACHABLE_CODE
     assert "unreachable" in status.stdout
+    assert f"hosts: {HOSTS} active" in status.stdout  # their agents say so themselves
     assert status_s < STATUS_S + IMPORTS_S
     check_undisturbed(rig, job, args)
 

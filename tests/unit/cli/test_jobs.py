@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from deadpool.cli.jobs import (
     JobFile,
@@ -13,6 +14,7 @@ from deadpool.cli.jobs import (
     find_job_at,
     is_running,
     job_file,
+    note_token,
     runtime_dir,
     write_job_file,
 )
@@ -25,9 +27,7 @@ NO_PROCESS = 2**22 + 1  # beyond the largest process id
 
 
 def make(job_id: str, pid: int) -> JobFile:
-    return JobFile(
-        job_id=job_id, token="secret", run_dir="/runs/x", pid=pid, etcd=("h:1",), members_hint=("h:2",)
-    )
+    return JobFile(job_id=job_id, token="secret", run_dir="/runs/x", pid=pid, etcd=("h:1",))
 
 
 def test_a_job_file_is_found_again_and_only_its_user_may_read_it(tmp_path: Path) -> None:
@@ -37,6 +37,17 @@ def test_a_job_file_is_found_again_and_only_its_user_may_read_it(tmp_path: Path)
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert find_job("j1", tmp_path / "deadpool") == job
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["j1.json"]
+
+
+def test_the_token_is_noted_by_the_launcher_that_has_the_file(tmp_path: Path) -> None:
+    job = replace(make("j1", os.getpid()), token="")
+    with job_file(job, tmp_path):
+        note_token(job, "secret", tmp_path)
+        assert find_job("j1", tmp_path).token == "secret"
+        note_token(replace(job, pid=NO_PROCESS), "of another launcher", tmp_path)
+        assert find_job("j1", tmp_path).token == "secret"
+    note_token(job, "too late", tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_an_id_the_only_running_job_is_meant(tmp_path: Path) -> None:

@@ -5,20 +5,17 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from deadpool.cli.job_status import StoreAnswer, assemble_status
 from deadpool.cli.jobs import JobFile, write_job_file
 from deadpool.cli.readmit import readmit_host
-from deadpool.cli.status import (
-    StoreAnswer,
-    assemble_status,
-    describe_status,
-    gather_status,
-    status_command,
-)
+from deadpool.cli.status import gather_status, status_command
+from deadpool.cli.status_text import describe_status
 from deadpool.core.types import Member, Phase, View
 from deadpool.errors import ConfigError
 from deadpool.membership.embedded import EmbeddedEtcd
@@ -26,6 +23,7 @@ from deadpool.membership.etcd import EtcdConfig, EtcdStore
 from deadpool.membership.records import JobClaim, Quarantine
 from deadpool.membership.registry import Registry
 from deadpool.report import AgentStatus, JobStatus, Protected, WorkerStatus
+from deadpool.runtime.result import note_agent, note_result
 from tests.unit.cli.conftest import FakeAgent
 
 
@@ -68,6 +66,13 @@ def agent(name: str, slot: int | None = None, step: int = 8, **more: object) -> 
     return AgentStatus(**fields)  # type: ignore[arg-type]
 
 
+def assembled(store: StoreAnswer, *agents: AgentStatus, is_reachable: bool = True) -> JobStatus:
+    """The picture if everybody was asked whom somebody knows."""
+    named = {each.id for each in store.members} | {slot for each in agents for slot in each.slots}
+    answers = {each.member: each for each in agents}
+    return assemble_status("j", store, answers, is_reachable=is_reachable, asked=named | answers.keys())
+
+
 def states(status: JobStatus) -> dict[str, str]:
     return {host.host: host.state for host in status.hosts}
 
@@ -80,7 +85,7 @@ def test_active_spare_suspect_dead_and_quarantined_hosts_are_told_apart() -> Non
         recoveries=({"generation": 3, "subject": "h9-a", "host": "h9"},),
     )
     agents = [agent("h0", 0, suspects=("h3-a",)), agent("h2"), agent("h3"), agent("h4")]
-    status = assemble_status("j", store, {each.member: each for each in agents}, is_reachable=True)
+    status = assembled(store, *agents)
     assert states(status) == {
         "h0": "active",
         "h1": "dead",  # in the View, but its lease has ended
@@ -102,14 +107,14 @@ def test_active_spare_suspect_dead_and_quarantined_hosts_are_told_apart() -> Non
 def test_a_replaced_host_is_dead_before_the_recovery_is_summed_up(known: dict[str, object]) -> None:
     agents = {"h0-a": agent("h0", 0), "h1-a": msgspec.structs.replace(agent("h1", 1), **known)}
     store = StoreAnswer(members=(member("h0"), member("h1")), view=VIEW)
-    status = assemble_status("j", store, agents, is_reachable=True)
+    status = assembled(store, *agents.values())
     assert states(status) == {"h0": "active", "h1": "active", "h9": "dead"}
 
 
 def test_the_rank_table_says_who_holds_a_rank() -> None:
     agents = {"h0-a": agent("h0", 0, step=8), "h1-a": agent("h1", 1, step=7)}
     store = StoreAnswer(members=(member("h0"), member("h1")), view=VIEW)
-    status = assemble_status("j", store, agents, is_reachable=True)
+    status = assembled(store, *agents.values())
     assert [(rank.rank, rank.slot, rank.host, rank.pid, rank.finished_step) for rank in status.ranks] == [
         (0, 0, "h0", 100, 8),
         (1, 0, "h0", 101, 8),
@@ -124,7 +129,7 @@ def test_a_vacant_slot_and_a_silent_host_are_shown_as_such() -> None:
     view = View(
         generation=4, phase=Phase.STALLED, slots=("h0-a", ""), nproc=1, reason="slot 1 waits for a spare"
     )
-    status = assemble_status("j", StoreAnswer(members=(member("h0"),), view=view), {}, is_reachable=True)
+    status = assembled(StoreAnswer(members=(member("h0"),), view=view))
     assert [(rank.rank, rank.state) for rank in status.ranks] == [(0, "unknown"), (1, "vacant")]
     assert status.phase == "stalled"
 
@@ -137,7 +142,7 @@ def test_protection_is_the_newest_one_known_and_steps_beyond_it_are_at_risk() ->
         ),
     }
     store = StoreAnswer(members=(member("h0"), member("h1")), view=VIEW)
-    status = assemble_status("j", store, agents, is_reachable=True)
+    status = assembled(store, *agents.values())
     assert status.protected == Protected(step=7, generation=3, age_s=0.1)
     assert status.steps_at_risk == 2
     lines = describe_status(status)
@@ -147,14 +152,99 @@ def test_protection_is_the_newest_one_known_and_steps_beyond_it_are_at_risk() ->
     assert "lease: 10 s granted" in lines
 
 
+def test_a_host_that_is_lost_by_now_counts_against_what_is_survivable() -> None:
+    safe = Protected(step=7, generation=3, age_s=4.0)
+    h0 = agent("h0", 0, protected=safe, suspects=("h1-a",))
+    away = assembled(StoreAnswer(), h0, is_reachable=False)
+    assert (away.survivable_host_losses, away.protected) == (0, safe)
+    assert any("no further loss is survivable" in line for line in describe_status(away))
+    ended = assembled(StoreAnswer(members=(member("h0"),), view=VIEW), h0)
+    assert ended.survivable_host_losses == 0
+    silent = assembled(StoreAnswer(members=(member("h0"), member("h1")), view=VIEW), h0)
+    assert silent.survivable_host_losses == 0
+
+
+def test_what_an_agent_of_an_older_generation_says_of_copies_does_not_count() -> None:
+    view = replace(VIEW, generation=4, phase=Phase.ABORTING)
+    stale = agent("h0", 0, protected=Protected(step=7, generation=3, age_s=4.0), degraded=("full",))
+    store = StoreAnswer(members=(member("h0"), member("h1")), view=view)
+    status = assembled(store, stale, agent("h1", 1, generation=4))
+    assert (status.protected, status.survivable_host_losses, status.degraded) == (None, 0, ())
+
+
+def test_hosts_that_move_take_over_or_lack_etcd_are_noted() -> None:
+    view = replace(VIEW, generation=4, phase=Phase.RESTORING, joining=("h1-a",), leaving=("h9-a",))
+    store = StoreAnswer(members=(member("h0"), member("h1"), member("h9")), view=view)
+    agents = (agent("h0", 0, reaches_store=False), agent("h1", 1), agent("h9"))
+    status = assembled(store, *agents)
+    assert [(host.host, host.state, host.note) for host in status.hosts] == [
+        ("h0", "active", "does not reach etcd"),
+        ("h1", "active", "takes the slot over"),
+        ("h9", "suspect", "its slot has moved: it is only read from"),
+    ]
+
+
+def test_a_host_that_could_not_be_asked_in_time_is_no_suspect() -> None:
+    store = StoreAnswer(members=(member("h0"), member("h1")), view=VIEW)
+    status = assemble_status("j", store, {}, is_reachable=True, asked=("h1-a",))
+    assert [(host.state, host.note) for host in status.hosts] == [
+        ("active", "could not be asked"),
+        ("suspect", "does not answer"),
+    ]
+
+
+def test_the_leader_and_the_hosts_for_which_it_waits_are_named() -> None:
+    late = tuple(f"n{number}" for number in range(11))
+    h1 = agent("h1", 1, leader="h1-a", waits_for=late)
+    status = assembled(StoreAnswer(members=(member("h0"), member("h1")), view=VIEW), agent("h0", 0), h1)
+    lines = describe_status(status)
+    assert (status.leader, status.waits_for) == ("h1", late)
+    assert "  waits for n0, n1, n2, n3, n4, n5, n6, n7 and 3 more" in lines
+    assert "hosts: 2 active; h1 leads" in lines
+
+
+def test_of_a_large_job_the_text_shows_what_is_unusual() -> None:
+    count = 1250
+    view = View(
+        generation=3, phase=Phase.RUNNING, slots=tuple(f"n{i}-a" for i in range(count)), nproc=8, reason=""
+    )
+    silent = "n700-a"
+    members = tuple(replace(member(f"n{i}"), nproc=8) for i in range(count + 2))
+    agents = {
+        each.id: AgentStatus(
+            member=each.id,
+            host=each.host,
+            generation=3,
+            phase="running",
+            slots=view.slots,
+            nproc=8,
+            workers=tuple(
+                WorkerStatus(rank=8 * i + local, pid=1, state="running", finished_step=5)
+                for local in range(8 if i < count else 0)
+            ),
+            degraded=(f"rank {8 * i} is slow",),
+        )
+        for i, each in enumerate(members)
+        if each.id != silent
+    }
+    store = StoreAnswer(members=members, view=view)
+    status = assemble_status("j", store, agents, is_reachable=True, asked={each.id for each in members})
+    lines = describe_status(status)
+    assert len(lines) < 40
+    assert "hosts: 1249 active, 1 suspect, 2 spare" in lines
+    assert sum("n700" in line for line in lines) == 1 + 8
+    assert "degraded: and 1243 more (--all shows them)" in lines
+    assert len(describe_status(status, show_all=True)) > count * 9
+
+
 def test_without_protection_the_text_says_so() -> None:
-    status = assemble_status("j", StoreAnswer(view=VIEW), {}, is_reachable=True)
+    status = assembled(StoreAnswer(view=VIEW))
     assert any(line.startswith("not protected") for line in describe_status(status))
 
 
 def test_with_the_control_plane_away_the_agents_tell_the_view_and_nobody_is_dead() -> None:
     agents = {"h0-a": agent("h0", 0)}
-    status = assemble_status("j", StoreAnswer(), agents, is_reachable=False)
+    status = assembled(StoreAnswer(), *agents.values(), is_reachable=False)
     assert (status.control_plane, status.generation, status.world_size) == ("unreachable", 3, 4)
     assert {host.member: host.state for host in status.hosts} == {"h0-a": "active", "h1-a": "suspect"}
 
@@ -222,6 +312,31 @@ def test_a_quarantined_host_is_readmitted_once(make_job: Callable[..., JobFile],
         readmit_host("h7", "mended", etcd)
 
 
+def test_a_job_that_has_ended_is_told_by_its_run_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note_agent(tmp_path, "h0-a", "127.0.0.1", 1)
+    note_result(tmp_path, 3, "no spare is left")
+    job = JobFile(job_id="over", token="t", run_dir=str(tmp_path), pid=0, etcd=("127.0.0.1:1",))
+    write_job_file(job, tmp_path / "jobs")
+    assert status_command("over", jobs_folder=tmp_path / "jobs") == 0
+    output = capsys.readouterr()
+    assert output.out.splitlines() == [
+        "job over: ended",
+        "  no spare is left",
+        "  it has ended with code 3",
+    ]
+    assert output.err == ""
+
+
+def test_how_an_earlier_job_of_the_folder_ended_is_not_told_of_one_that_runs(tmp_path: Path) -> None:
+    note_result(tmp_path, 3, "no spare is left")
+    job = JobFile(job_id="j", token="t", run_dir=str(tmp_path), pid=os.getpid(), etcd=("127.0.0.1:1",))
+    status, problem = gather_status(job)
+    assert problem
+    assert (status.control_plane, status.exit_code) == ("unreachable", None)
+
+
 def test_a_wrong_token_gets_no_answer(make_job: Callable[..., JobFile], fake_agent: FakeAgent) -> None:
     job = make_job("token", member("h0", fake_agent.port), token="guess")
     assert states(gather_status(job)[0])["h0"] == "suspect"
@@ -247,11 +362,11 @@ def test_with_etcd_down_the_agents_are_shown_and_the_code_is_5(
     job = JobFile(
         job_id="j",
         token="secret",
-        run_dir="/x",
+        run_dir=str(tmp_path),
         pid=os.getpid(),
         etcd=("127.0.0.1:1",),
-        members_hint=(f"127.0.0.1:{fake_agent.port}",),
     )
+    note_agent(tmp_path, "h0-a", "127.0.0.1", fake_agent.port)
     write_job_file(job, tmp_path)
     began_s = time.monotonic()
     assert status_command("j", jobs_folder=tmp_path) == 5
@@ -270,11 +385,11 @@ def test_a_frozen_etcd_and_a_stopped_agent_together_are_answered_within_three_se
         job = JobFile(
             job_id="j",
             token="t",
-            run_dir="/x",
+            run_dir=str(tmp_path),
             pid=os.getpid(),
             etcd=(server.endpoint,),
-            members_hint=(f"127.0.0.1:{deaf_port}",),
         )
+        note_agent(tmp_path, "h0-a", "127.0.0.1", deaf_port)
         write_job_file(job, tmp_path / "jobs")
         os.kill(server.pid, signal.SIGSTOP)
         try:

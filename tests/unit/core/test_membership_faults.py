@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deadpool.core.membership import HostReadmitted
-from deadpool.core.recovery import smallest_cover
+from deadpool.core.recovery import late_hosts, smallest_cover
 from deadpool.core.types import (
     FaultKind,
     Phase,
@@ -29,6 +29,19 @@ def test_the_slot_of_a_lost_worker_moves_to_a_spare_and_its_host_stays_as_a_sour
     job.ack(0, 2, 3)
     assert job.view.leaving == ()
     assert job.fenced == {"m1": kind is FaultKind.DEVICE}
+
+
+def test_the_hosts_for_which_a_phase_waits_are_known() -> None:
+    job = Job.running()
+    assert late_hosts(job.state) == ()
+    job.fault(FaultKind.WORKER_EXIT, 1)
+    job.ack(0)
+    assert late_hosts(job.state) == ("h2", "h1")  # h1 has left its slot, and is a source
+    job.ack(1, 2)
+    job.ack(0, 2)
+    assert (job.view.phase, late_hosts(job.state)) == (Phase.RESTORING, ("h3",))
+    job.ack(3)
+    assert (job.view.phase, late_hosts(job.state)) == (Phase.RUNNING, ())
 
 
 def test_without_a_spare_the_worker_is_replaced_on_its_own_host() -> None:

@@ -19,6 +19,13 @@ def test_a_host_that_comes_back_to_its_job_has_the_same_token() -> None:
     assert claim_token(Job("a").registry, CONFIG, RETURN, "host-b") == TOKEN
 
 
+def test_the_launcher_hears_the_token_of_the_job_that_was_there_first() -> None:
+    heard: list[str] = []
+    launch = Launch(run_id="run", token="proposed", on_token=heard.append)
+    assert claim_token(Job("a").registry, CONFIG, launch, "host-b") == TOKEN
+    assert heard == [TOKEN]
+
+
 def test_a_host_that_comes_back_when_its_job_is_over_hears_what_to_do() -> None:
     job = Job()
     job.registry.erase()
