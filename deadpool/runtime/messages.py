@@ -49,6 +49,7 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
     step: int
     at_step: int
     why: str
+    is_lasting: bool = False  # nor any later step, unless the script mends it
 
 
 class Rehearsed(Message, frozen=True, kw_only=True, tag=True):

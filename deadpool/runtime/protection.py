@@ -15,11 +15,14 @@ from typing import Any, Protocol
 import msgspec
 
 from deadpool.core import bitset, commit, follow
+from deadpool.core.lag import Lag, note_committed, note_finished
 from deadpool.core.placement import held_slots
 from deadpool.core.types import MemberId, Name, View
 from deadpool.runtime.messages import Captured, CaptureStep, Refused, Relay, WithdrawStep
 from deadpool.store.host_memory import HostMemoryStore
+from deadpool.store.replication import ATTEMPTS
 from deadpool.store.segment import SegmentKind
+from deadpool.store.transport import timeout_for
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,10 @@ class ProtectionCallbacks:
     tell_worker: Callable[[int, CaptureStep | WithdrawStep], None]  # rank, message
     finished_step: Callable[[int], int]  # rank -> newest boundary, from its page
     committed: Callable[[Name], None]  # protected up to this name now
-    refused: Callable[[int, int, str], None]  # rank, step, why
+    refused: Callable[[int, int, str, bool], None]  # rank, step, why, whether every later step is, too
+    failed: Callable[[int, int, str], None]  # rank, step, why its copy does not reach a holder
+    # What is protected, the newest step, seconds of training between, whether this host speaks for all.
+    unprotected: Callable[[Name | None, int, float, bool], None]
     held: Callable[[int, Name], None]  # the holders of rank have it
 
 
@@ -59,10 +65,16 @@ class Protection:
         store: host memory store.
         pusher: sends copies to holders.
         callbacks: see ProtectionCallbacks.
+        clock: seconds.
     """
 
     def __init__(
-        self, member: MemberId, store: HostMemoryStore, pusher: Pusher, callbacks: ProtectionCallbacks
+        self,
+        member: MemberId,
+        store: HostMemoryStore,
+        pusher: Pusher,
+        callbacks: ProtectionCallbacks,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.protected: Name | None = None
         self.protected_since_s = 0.0
@@ -75,6 +87,8 @@ class Protection:
         self._leader: commit.LeadState | None = None
         self._term = 0
         self._held: dict[int, set[Name]] = {}
+        self._clock = clock
+        self._lag = Lag(step=0, step_s=0.0, delivery_s=0.0)
 
     # ---- life ----------------------------------------------------------------------------------------
 
@@ -82,7 +96,8 @@ class Protection:
         """Protect from now on: `rollback` is complete in an own bank of every own rank."""
         self._view = view
         slot = view.slots.index(self._member)
-        ranks = tuple(self._rank_banks(rank) for rank in view.ranks_of_slot(slot))
+        own = view.ranks_of_slot(slot)
+        ranks = tuple(self._rank_banks(rank) for rank in own)
         mine = {rank for held in held_slots(view, self._member) for rank in view.ranks_of_slot(held)}
         retired = tuple(
             copies.rank
@@ -91,6 +106,12 @@ class Protection:
         )
         self._follower, effects = follow.start_follow(
             generation=view.generation, rollback=rollback, ranks=ranks, retired=retired, term=self._term
+        )
+        self._lag = Lag(
+            step=rollback.step,
+            step_s=self._clock(),
+            delivery_s=ATTEMPTS * max(self._delivery_s(rank) for rank in own),
+            usual_s=self._lag.usual_s,
         )
         self._carry_out(effects)
 
@@ -102,7 +123,7 @@ class Protection:
             term=term,
             world_size=view.world_size,
             rollback=rollback,
-            now_s=time.monotonic(),
+            now_s=self._clock(),
         )
         self._carry_out_lead(effects)
 
@@ -121,7 +142,8 @@ class Protection:
 
     def tick(self) -> None:
         if self._leader is not None:
-            self._feed_leader(commit.LeadTick(now_s=time.monotonic()))
+            self._feed_leader(commit.LeadTick(now_s=self._clock()))
+        self._check_lag()
 
     # ---- events --------------------------------------------------------------------------------------
 
@@ -151,7 +173,7 @@ class Protection:
     def refused(self, rank: int, message: Refused) -> None:
         state = self._follower
         if state is not None and message.generation == state.generation:
-            self._callbacks.refused(rank, message.step, message.why)
+            self._callbacks.refused(rank, message.step, message.why, message.is_lasting)
             self._feed(follow.CaptureRefused(rank=rank, step=message.step, at_step=message.at_step))
 
     def holder_acked(self, rank: int, name: Name) -> None:
@@ -162,7 +184,8 @@ class Protection:
         self._callbacks.held(rank, name)
 
     def replication_failed(self, rank: int, name: Name, why: str) -> None:
-        self._callbacks.refused(rank, name.step, why)
+        self._callbacks.failed(rank, name.step, why)
+        self._callbacks.refused(rank, name.step, why, False)
         self._feed(follow.ReplicationFailed(rank=rank, name=name))
 
     # ---- the machines --------------------------------------------------------------------------------
@@ -174,6 +197,23 @@ class Protection:
         return follow.RankBanks(
             rank=rank, own=(names[0], names[1]), held=tuple(sorted(self._held.get(rank, ())))
         )
+
+    def _delivery_s(self, rank: int) -> float:
+        """The limit of one attempt to deliver a copy."""
+        segment = self._store.own(rank)
+        assert segment is not None
+        return timeout_for(segment.layout.blob_capacity + segment.layout.unique_bytes)
+
+    def _check_lag(self) -> None:
+        """Say that steps are finished and none is committed; rank 0's host speaks for all."""
+        state = self._follower
+        if state is None or self._view is None:
+            return
+        step = max(self._callbacks.finished_step(rank.rank) for rank in state.ranks)
+        self._lag = note_finished(self._lag, step, self._clock())
+        if self._lag.is_late:
+            is_first = self._view.slots[0] == self._member
+            self._callbacks.unprotected(self.protected, step, self._lag.behind_s, is_first)
 
     def _note_boundaries(self) -> None:
         state = self._follower
@@ -244,7 +284,8 @@ class Protection:
             self._held = {
                 rank: {held for held in names if held >= name} for rank, names in self._held.items()
             }
-            self.protected_since_s = time.monotonic()
+            self.protected_since_s = self._clock()
+            self._lag = note_committed(self._lag)
             self._callbacks.committed(name)
 
     def _holders(self, rank: int) -> tuple[MemberId, ...]:

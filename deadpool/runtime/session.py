@@ -290,14 +290,14 @@ class TrainingSession:
 
     def _capture(self, naming: CaptureStep) -> None:
         assert self._state is not None
-        why = self._state.why_not_now()
-        if why:
-            self.worker.refuse(naming, why)
-            return
         try:
-            self._state.capture(Name(step=naming.step, generation=naming.generation), naming.bank)
+            why = self._state.why_not_now()
+            if why:
+                self.worker.refuse(naming, why)
+            else:
+                self._state.capture(Name(step=naming.step, generation=naming.generation), naming.bank)
         except (LayoutMismatch, IntegrationError) as error:  # training goes on, and status says degraded
-            self.worker.refuse(naming, str(error))
+            self.worker.refuse(naming, str(error), is_lasting=True)
 
     def _on_captured(self, name: Name, bank: int, blob_len: int) -> None:
         """Capture thread: the bank is COMPLETE."""

@@ -134,7 +134,11 @@ class StateKeeper:
     # ---- capture -------------------------------------------------------------------------------------
 
     def why_not_now(self) -> str | None:
-        """Why the state at this boundary cannot be captured; None if it can."""
+        """Why the state at this boundary cannot be captured; None if it can.
+
+        Raises:
+            LayoutMismatch: nor can it be at any later one.
+        """
         return self.hold or why_not_now(self._state, has_stepped=self._has_stepped)
 
     def pass_boundary(self) -> None:
@@ -153,7 +157,7 @@ class StateKeeper:
         if len(blob) > self._blob_capacity:
             raise LayoutMismatch(
                 f"the small state of step {name.step} takes {len(blob)} bytes, its place has "
-                f"{self._blob_capacity}: it grew since the start"
+                f"{self._blob_capacity}: it grew since the start; keep what grows with the steps out of wrap"
             )
         self._capture.wait()
         self._segment.begin(bank, name)

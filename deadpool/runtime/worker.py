@@ -119,10 +119,16 @@ class WorkerProcess:
             self._boundary_step = step
             self._naming = None
 
-    def refuse(self, naming: CaptureStep, why: str) -> None:
+    def refuse(self, naming: CaptureStep, why: str, *, is_lasting: bool = False) -> None:
         """This rank will not capture the named step; final."""
         self.send(
-            Refused(generation=naming.generation, step=naming.step, at_step=self._boundary_step, why=why)
+            Refused(
+                generation=naming.generation,
+                step=naming.step,
+                at_step=self._boundary_step,
+                why=why,
+                is_lasting=is_lasting,
+            )
         )
 
     def _on_naming(self, naming: CaptureStep) -> None:

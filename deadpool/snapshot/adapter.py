@@ -42,10 +42,13 @@ class StateAdapter(ABC):
 
     @abstractmethod
     def why_not_now(self, *, has_stepped: bool) -> str | None:
-        """Why the state at this boundary cannot be captured, or None.
+        """Why the state at this boundary cannot be captured, or None. A later one may do.
 
         Args:
             has_stepped: whether one of `optimizers` stepped since the boundary before.
+
+        Raises:
+            LayoutMismatch: no later one will do either.
         """
 
     @abstractmethod

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deadpool.errors import IntegrationError, ReplicaCorrupt
+from deadpool.errors import IntegrationError, LayoutMismatch, ReplicaCorrupt
 from deadpool.snapshot import codec
 from deadpool.snapshot.frameworks import fsdp
 from deadpool.snapshot.rng import find_generators, read_global_rng
@@ -111,21 +111,26 @@ def read_blob(data: bytes | memoryview) -> Blob:
 
 
 def why_not_now(state: TrainingState, *, has_stepped: bool) -> str | None:
-    """The reason why the state at this boundary cannot be captured, or None.
+    """The reason why the state at this boundary cannot be captured, or None. A later one may do.
 
     Args:
         state: the state, at a boundary.
         has_stepped: whether an optimizer stepped since the boundary before.
+
+    Raises:
+        LayoutMismatch: no later one will do either; names what was changed.
     """
+    for table in state.derived:
+        if not table.is_unchanged:
+            raise LayoutMismatch(
+                f"{table.name}: changed since wrap; register it with persistent=True, so that it is copied"
+            )
     for item in state.ddp:
         if not item.is_settled:
             return f"{item.name}: DDP rebuilds its buckets in the next forward"
     for name, states in state.fsdp:
         if fsdp.has_unreduced_gradients(states):
             return f"{name}: gradients that are not reduced yet are carried over the boundary"
-    for table in state.derived:
-        if not table.is_unchanged:
-            return f"{table.name}: changed since wrap; register it with persistent=True, so that it is copied"
     for _, adapter in state.adapters:
         reason = adapter.why_not_now(has_stepped=has_stepped)
         if reason is not None:

@@ -104,6 +104,7 @@ class Capture:
         self._addresses = [source.data_ptr() for source in self._sources]
         self._stats = CaptureStats()
         self._cancelled = False
+        self._has_moved = False  # so the newest copy has found
         self._copied = threading.Event()  # the live tensors may change
         self._settled = threading.Event()  # on_done has returned
         self._copied.set()
@@ -124,17 +125,19 @@ class Capture:
 
         Called at a step's boundary; returns at once unless the copy before is still running (a step without
         an optimizer step): then it waits for that first. A parameter or optimizer state that moved to other
-        memory is named to `on_done`, and the copy does not count.
+        memory is named to `on_done`, and the copy does not count; from the next call on it is raised.
 
         Raises:
-            LayoutMismatch: a buffer changed shape or dtype; names it. Nothing was copied and `on_done` is not
-                called.
+            LayoutMismatch: a buffer changed shape or dtype, or what the copy before found elsewhere still is;
+                names it. Nothing was copied and `on_done` is not called.
         """
         self.wait()
         if not self._thread.is_alive():
             raise SnapshotError("the capture thread has ended: its report failed, or the capture was closed")
         if not self._settled.wait(COPY_DEADLINE_S):
             raise SnapshotError(f"reporting the copy before took more than {COPY_DEADLINE_S:.0f} s")
+        if self._has_moved and (reason := self._find_move()):
+            raise LayoutMismatch(reason)
         boundary = self._read_boundary()
         self._cancelled = False
         if boundary:
@@ -221,11 +224,15 @@ class Capture:
         ready.set()
         while (job := self._jobs.get()) is not None:
             begin_s = time.monotonic()
+            moved: str | None = None
             try:
-                reason = self._copy(job) or self._find_move()
+                reason = self._copy(job)
+                if reason is None:
+                    reason = moved = self._find_move()
             except Exception as error:  # reported by name: a copy that failed must not end the training
                 reason = f"the copy failed: {error!r}"
             self._stats = replace(self._stats, copied_s=self._stats.copied_s + time.monotonic() - begin_s)
+            self._has_moved = moved is not None
             self._finish(job.bank, reason)
 
     def _copy(self, job: Job) -> str | None:

@@ -163,6 +163,7 @@ def main() -> None:
     parser.add_argument(
         "--collect-at", type=int, default=0, help="rank 1 collects garbage for 3 s in this step"
     )
+    parser.add_argument("--grow-at", type=int, default=0, help="rank 1 has a larger buffer after this step")
     parser.add_argument("--num-workers", type=int, default=0, help="processes that load data")
     parser.add_argument("--noise", type=float, default=0.0, help="added to each sample")
     parser.add_argument(
@@ -194,6 +195,9 @@ def main() -> None:
         num_workers=arguments.num_workers,
     )
 
+    seen = nn.Module()  # beside the model, so that nothing sends it to other ranks
+    seen.register_buffer("buffer", torch.zeros(4))
+
     def train(ft: Ft) -> None:
         batches = iter(loader)
         for step in ft.steps(arguments.steps):
@@ -216,6 +220,8 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
             ft.record(lr=scheduler.get_last_lr()[0])
+            if step == arguments.grow_at and ft.rank == 1:
+                seen.buffer = torch.zeros(8)
             if step == arguments.lone_call_at and ft.rank == 1:
                 torch.distributed.barrier()
             if step == arguments.quiet_at and ft.rank == 1:
@@ -226,6 +232,8 @@ def main() -> None:
                     hold_gil_for(15.0)
 
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": loader}
+    if arguments.grow_at:
+        state["seen"] = seen
     if arguments.api == "wrap":
         deadpool.wrap(train, **state)()
         return

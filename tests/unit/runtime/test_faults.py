@@ -69,6 +69,8 @@ class Host:
                 finished_step=lambda _: 0,
                 committed=_ignore,
                 refused=_ignore,
+                failed=_ignore,
+                unprotected=_ignore,
                 held=_ignore,
             ),
         )

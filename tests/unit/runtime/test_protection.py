@@ -29,6 +29,10 @@ class Host:
         self.log: list[object] = []
         self.committed: list[Name] = []
         self.refused: list[tuple[int, int, str]] = []
+        self.lasting: list[tuple[int, int, str]] = []
+        self.failed: list[tuple[int, int, str]] = []
+        self.unprotected: list[tuple[Name | None, int, float, bool]] = []
+        self.now_s = 0.0
         self.held: list[tuple[int, Name]] = []
         self.finished_step = 0
         self.leader: MemberId = "a"
@@ -46,9 +50,12 @@ class Host:
                 tell_worker=self._tell_worker,
                 finished_step=lambda rank: self.finished_step,
                 committed=self.committed.append,
-                refused=lambda rank, step, why: self.refused.append((rank, step, why)),
+                refused=self._on_refused,
+                failed=lambda rank, step, why: self.failed.append((rank, step, why)),
+                unprotected=lambda *said: self.unprotected.append(said),
                 held=lambda rank, name: self.held.append((rank, name)),
             ),
+            clock=lambda: self.now_s,
         )
 
     def push(self, rank: int, name: Name, bank: int, holders: Sequence[MemberId], keep: Name | None) -> None:
@@ -56,6 +63,11 @@ class Host:
 
     def stop(self, rank: int, bank: int) -> None:
         self.log.append(("stop", rank, bank))
+
+    def _on_refused(self, rank: int, step: int, why: str, is_lasting: bool) -> None:
+        self.refused.append((rank, step, why))
+        if is_lasting:
+            self.lasting.append((rank, step, why))
 
     def _tell_worker(self, rank: int, message: CaptureStep | WithdrawStep) -> None:
         assert rank == self.rank
@@ -73,6 +85,13 @@ class Host:
         fill(segment, naming.bank, name)
         self.finished_step = naming.step
         self.protection.captured(self.rank, Captured(name=name, bank=naming.bank, blob_len=10))
+
+    def train(self, seconds: int) -> None:
+        """Steps of a second, none of which is captured."""
+        for _ in range(seconds):
+            self.finished_step += 1
+            self.now_s += 1.0
+            self.protection.tick()
 
     def hold(self, name: Name) -> None:
         """The rank's holder answers."""
@@ -184,9 +203,22 @@ def test_a_refusal_of_one_worker_is_told_and_a_later_step_is_named_at_once(pair:
     pair.b.protection.refused(1, Refused(generation=1, step=for_b.step, at_step=4, why=why))
     pair.pump()
     assert pair.b.refused == [(1, 1, "its boundary had passed")]
+    assert pair.b.lasting == []
     assert pair.a.namings[-1].step > 4
     assert pair.a.namings[-1].step == pair.b.namings[-1].step
     assert pair.a.namings[-1].committed_step == 0
+
+
+def test_that_no_later_step_can_be_captured_either_is_told_and_the_next_is_named_all_the_same(
+    pair: Pair,
+) -> None:
+    _, for_b = pair.protect_start()
+    pair.b.protection.refused(
+        1, Refused(generation=1, step=for_b.step, at_step=1, why="w moved", is_lasting=True)
+    )
+    pair.pump()
+    assert pair.b.lasting == [(1, 1, "w moved")]
+    assert pair.b.namings[-1].step > for_b.step  # the script may mend it
 
 
 def test_a_step_that_a_rank_has_passed_is_refused_without_asking_its_worker(pair: Pair) -> None:
@@ -227,7 +259,8 @@ def test_a_copy_that_cannot_be_delivered_is_refused_and_another_step_is_named(pa
     pair.b.capture(for_b)
     pair.b.protection.replication_failed(1, named(1), "the holder is full")
     pair.pump()
-    assert pair.b.refused == [(1, 1, "the holder is full")]
+    assert pair.b.failed == pair.b.refused == [(1, 1, "the holder is full")]
+    assert pair.b.lasting == []
     assert pair.a.namings[-1].step == pair.b.namings[-1].step > 1
 
 
@@ -322,3 +355,42 @@ def test_a_host_that_gives_up_the_copies_of_a_rank_empties_them_once_something_i
         host.hold(named(0))
     pair.pump()
     assert pair.a.store.held(5) is None
+
+
+def test_steps_that_nobody_names_are_told_by_every_host_and_rank_0_has_its_own(pair: Pair) -> None:
+    """As when the leader is gone and the control plane away: no reason comes from anywhere."""
+    pair.protect_start()
+    pair.commit(1)
+    for host in (pair.a, pair.b):
+        host.protection.stop()
+        host.protection.start(pair.view, named(1))
+        host.hold(named(1))
+    pair.mail.clear()
+    for host in (pair.a, pair.b):
+        host.train(60)
+        assert host.unprotected == []
+        host.train(30)
+    protected, step, behind_s, is_first = pair.a.unprotected[0]
+    assert (protected, is_first) == (None, True)
+    assert behind_s > 80.0  # a minute, and what two attempts at a copy may take
+    assert step == 1 + round(behind_s)
+    assert pair.b.unprotected[0][3] is False
+
+
+def test_a_commit_in_time_leaves_nothing_to_tell(pair: Pair) -> None:
+    pair.protect_start()
+    pair.commit(1)
+    pair.a.train(70)
+    pair.pump()
+    pair.b.finished_step = pair.a.finished_step
+    named_step = pair.a.namings[-1].step
+    for host in (pair.a, pair.b):
+        host.protection.refused(
+            host.rank, Refused(generation=1, step=named_step, at_step=host.finished_step, why="late")
+        )
+    pair.pump()
+    step = pair.a.namings[-1].step
+    pair.commit(step)
+    assert pair.a.protection.protected == named(step)
+    pair.a.train(70)
+    assert pair.a.unprotected == []

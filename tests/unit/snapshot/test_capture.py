@@ -199,6 +199,24 @@ def test_replaced_optimizer_state_is_refused_by_name() -> None:
         assert "optimizer.state.model.0.weight.exp_avg moved" in (keeper.ended[0][1] or "")
 
 
+def test_what_a_copy_found_moved_is_raised_from_then_on_until_it_is_back() -> None:
+    model, optimizer = make_model()
+    state = collect({"model": model, "optimizer": optimizer})
+    with keeping(state) as keeper:
+        weight = next(model.parameters())
+        kept = weight.data
+        weight.data = torch.zeros(8, 8)
+        keeper.capture.start(0)
+        keeper.drain()
+        for _ in range(2):
+            with pytest.raises(LayoutMismatch, match=r"model\.0\.weight moved to other memory.*in place"):
+                keeper.capture.start(0)
+        weight.data = kept
+        keeper.capture.start(0)
+        keeper.drain()
+        assert [reason is None for _, reason in keeper.ended] == [False, True]
+
+
 def test_a_replaced_buffer_of_the_same_shape_is_captured_and_another_shape_refused() -> None:
     model, optimizer = make_model()
     state = collect({"model": model, "optimizer": optimizer})
