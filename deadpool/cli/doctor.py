@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from deadpool.cli.slurm import tools
 from deadpool.cli.slurm.job import own_command_id, read_job
@@ -24,9 +26,16 @@ from deadpool.membership.etcd import EtcdStore
 from deadpool.membership.registry import Registry
 from deadpool.runtime.endpoints import etcd_config
 
-TOOL_LIMIT_S = 3.0
+SLURM_LIMIT_S = 8.0  # for all that Slurm is asked, so that the command answers within 10 s
+LEAST_LIMIT_S = 0.5
 DIAL_LIMIT_S = 1.0
 DIALS_AT_ONCE = 64
+
+Answer: TypeAlias = str | tools.SlurmFailed
+"""What Slurm says, or why it cannot be seen: slurmctld takes up to 100 s on large sites."""
+
+_MARKS = {True: "ok    ", False: "change", None: "unseen"}
+_STOPPED = (Phase.STALLED, Phase.HALTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,24 +43,26 @@ class Finding:
     """The outcome of one check."""
 
     subject: str
-    is_good: bool
+    is_good: bool | None  # None: could not be seen
     text: str  # what was seen, and what to change if it is not good
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was seen of an allocation and of the job in it. None and "": could not be seen."""
+    """What was seen of an allocation and of the job in it. None: could not be seen."""
 
     job: Mapping[str, str]  # as scontrol shows it
-    script: str = ""  # the batch script
-    scheduler: str = ""  # SchedulerParameters
+    script: Answer = ""  # the batch script
+    scheduler: Answer = ""  # SchedulerParameters
     folders: tuple[Path, ...] = ()  # where the run folder was looked for, below deadpool-runs
     warning_signal: str | None = None  # what the hosts expect ahead of the time limit
     config: Config | None = None  # of the job, once `prepare` has run
     etcd_version: str | None = None
     etcd_problem: str = ""
     etcd_silent: tuple[str, ...] = ()  # endpoints of members that accept no connections
-    spares_left: int | None = None  # None: the job has not formed, or could not be asked
+    phase: Phase | None = None  # None: the job has not registered, or could not be asked
+    reason: str = ""  # of the phase, in the View
+    spares_left: int | None = None  # None: the job does not run, or could not be asked
     unreachable: tuple[str, ...] = ()  # host:port of agents that do not accept connections from here
     asked: int = 0  # ports of agents that were dialled
     own_address: str = ""  # what the host name resolves to here
@@ -81,8 +92,8 @@ def doctor_command(
         raise ConfigError(["call it inside an allocation, or name the job: --job ID"])
     findings = examine(gather(run, slurm_id, environment))
     for finding in findings:
-        print(f"{'ok    ' if finding.is_good else 'change'}  {finding.subject}: {finding.text}")
-    return 0 if all(finding.is_good for finding in findings) else int(ExitCode.BAD_INPUT)
+        print(f"{_MARKS[finding.is_good]}  {finding.subject}: {finding.text}")
+    return int(ExitCode.BAD_INPUT) if any(finding.is_good is False for finding in findings) else 0
 
 
 def gather(run: Path | None, slurm_id: str, environment: Mapping[str, str]) -> Facts:
@@ -92,31 +103,36 @@ def gather(run: Path | None, slurm_id: str, environment: Mapping[str, str]) -> F
         ConfigError: slurmctld does not tell of this job, the id is that of a whole array, or `run` is not
             what `prepare` printed.
     """
-    try:
-        shown = tools.call("scontrol", "show", "job", "--oneliner", slurm_id, timeout_s=TOOL_LIMIT_S)
-    except tools.SlurmFailed as error:
-        told = (
-            "" if run is None or not (run / "result.json").exists() else f"; it ended: see {run}/result.json"
-        )
-        raise ConfigError([f"nothing to look at: {error}{told}"]) from error
-    if len(shown.strip().splitlines()) > 1:
-        raise ConfigError([f"job {slurm_id} is an array: name one of its tasks, as in --job {slurm_id}_1"])
-    job = tools.fields_of(shown)
-    folders = tuple(dict.fromkeys([Path.cwd(), Path(job.get("WorkDir", Path.cwd()))]))
-    run = run or find_run(folders, job["JobId"])
-    written = None if run is None else read_job(run)
-    config = None if written is None else written.decode_config()
-    seen = _Cluster(config)
+    deadline_s = time.monotonic() + SLURM_LIMIT_S
+    with ThreadPoolExecutor() as pool:
+        scheduler = pool.submit(_scheduler_parameters, deadline_s)
+        shown = _ask(deadline_s, "scontrol", "show", "job", "--oneliner", slurm_id)
+        if isinstance(shown, tools.SlurmFailed):
+            has_ended = run is not None and (run / "result.json").exists()
+            told = f"; it ended: see {run}/result.json" if has_ended else ""
+            raise ConfigError([f"nothing to look at: {shown}{told}"]) from shown
+        if len(shown.strip().splitlines()) > 1:
+            problem = f"job {slurm_id} is an array: name one of its tasks, as in --job {slurm_id}_1"
+            raise ConfigError([problem])
+        job = tools.fields_of(shown)
+        script = pool.submit(_ask, deadline_s, "scontrol", "write", "batch_script", job["JobId"], "-")
+        folders = tuple(dict.fromkeys([Path.cwd(), Path(job.get("WorkDir", Path.cwd()))]))
+        run = run or find_run(folders, job["JobId"])
+        written = None if run is None else read_job(run)
+        config = None if written is None else written.decode_config()
+        seen = _Cluster(config)
     return Facts(
         job=job,
-        script=_or_nothing("scontrol", "write", "batch_script", job["JobId"], "-"),
-        scheduler=_scheduler_parameters(),
+        script=script.result(),
+        scheduler=scheduler.result(),
         folders=folders,
         warning_signal=None if written is None else written.warning_signal,
         config=config,
         etcd_version=seen.etcd_version,
         etcd_problem=seen.problem,
         etcd_silent=seen.silent_members,
+        phase=seen.phase,
+        reason=seen.reason,
         spares_left=seen.spares_left,
         unreachable=seen.unreachable,
         asked=seen.asked,
@@ -146,6 +162,7 @@ def examine(facts: Facts) -> list[Finding]:
     return [
         *_examine_run(facts),
         *_examine_allocation(facts),
+        *_examine_phase(facts),
         *_examine_spares(facts),
         *_examine_network(facts),
         *_examine_etcd(facts),
@@ -154,6 +171,10 @@ def examine(facts: Facts) -> list[Finding]:
 
 def _check(subject: str, is_good: bool, good: str, bad: str) -> Finding:
     return Finding(subject=subject, is_good=is_good, text=good if is_good else bad)
+
+
+def _unseen(subject: str, text: str) -> Finding:
+    return Finding(subject=subject, is_good=None, text=text)
 
 
 def _examine_run(facts: Facts) -> Iterable[Finding]:
@@ -173,10 +194,11 @@ def _examine_run(facts: Facts) -> Iterable[Finding]:
 
 
 def _examine_allocation(facts: Facts) -> Iterable[Finding]:
-    options = options_of(facts.script)
-    if not facts.script:
-        yield _check("no-kill", True, "the batch script cannot be read: make sure it has --no-kill", "")
+    if isinstance(facts.script, tools.SlurmFailed) or not facts.script:
+        why = facts.script or "Slurm shows none"
+        yield _unseen("no-kill, signal", f"make sure that the batch script has both: {why}")
     else:
+        options = options_of(facts.script)
         yield _check(
             "no-kill",
             re.search(r"(^|\s)(--no-kill|-k)(\s|$)", options) is not None,
@@ -210,16 +232,37 @@ def _examine_signal(warned: Warned | None, facts: Facts) -> Finding:
     return _check("signal", not fault, seen, fault)
 
 
+def _examine_phase(facts: Facts) -> Iterable[Finding]:
+    if facts.config is None or facts.phase is None:
+        return
+    text = f"{facts.phase.value}: {facts.reason}"
+    remedy = ""
+    if facts.phase is Phase.STALLED:
+        wait_s = f"{facts.config.membership.spare_wait_s:g} s (spare_wait_s)"
+        remedy = f" Training stands still until a node comes, {wait_s} at most: `deadpool slurm grow`"
+    yield _check("phase", facts.phase not in _STOPPED, text, text + remedy)
+
+
 def _examine_spares(facts: Facts) -> Iterable[Finding]:
     if facts.config is None:
         return
     wanted, left = facts.config.job.spares, facts.spares_left
     grows = bool(facts.config.membership.grow_command)
-    has_some = wanted > 0 or grows if left is None else left > 0
-    text = f"{wanted} asked for; the job has not formed yet" if left is None else f"{left} of {wanted} left"
-    remedy = "the next loss stops the job: `deadpool slurm grow`, or submit it with more spares"
-    yield _check("spares", has_some, text, f"{text}; {remedy}")
-    if grows:
+    if left is not None:
+        text = f"{left} of {wanted} left"
+        remedy = "the next loss stops the job: `deadpool slurm grow`, or submit it with more spares"
+        yield _check("spares", left > 0, text, f"{text}; {remedy}")
+    elif facts.etcd_version is None:
+        yield _unseen("spares", f"{wanted} asked for; etcd does not tell how many are left")
+    elif facts.phase in (None, Phase.FORMING):
+        text = f"{wanted} asked for; the job has not formed yet"
+        remedy = "the first loss stops the job: submit it with spares, or with --grow"
+        yield _check("spares", wanted > 0 or grows, text, f"{text}; {remedy}")
+    if not grows:
+        return
+    if isinstance(facts.scheduler, tools.SlurmFailed):
+        yield _unseen("growth", f"--grow needs SchedulerParameters=permit_job_expansion: {facts.scheduler}")
+    else:
         yield _check(
             "growth",
             "permit_job_expansion" in facts.scheduler,
@@ -242,7 +285,7 @@ def _examine_network(facts: Facts) -> Iterable[Finding]:
         text = (
             "seen on a node only: `srun --jobid=JOB --overlap --nodes=1 --ntasks=1 deadpool doctor --slurm`"
         )
-        yield _check("interface", True, text, "")
+        yield _unseen("interface", text)
     elif interface:
         yield _check(
             "interface",
@@ -287,6 +330,8 @@ class _Cluster:
     def __init__(self, config: Config | None) -> None:
         self.etcd_version: str | None = None
         self.problem = ""
+        self.phase: Phase | None = None
+        self.reason = ""
         self.spares_left: int | None = None
         self.unreachable: tuple[str, ...] = ()
         self.silent_members: tuple[str, ...] = ()
@@ -307,8 +352,10 @@ class _Cluster:
             return
         finally:
             store.close()
-        if view is not None and view.phase not in (Phase.FORMING, Phase.FINISHED, Phase.HALTED):
-            self.spares_left = len([member for member in members if member.id not in view.slots])
+        if view is not None:
+            self.phase, self.reason = view.phase, view.reason
+            if view.phase in (Phase.RUNNING, Phase.ABORTING, Phase.RESTORING):
+                self.spares_left = len([member for member in members if member.id not in view.slots])
         ports = [
             (member.address, port)
             for member in members
@@ -343,15 +390,16 @@ def _own_address() -> str:
         return ""
 
 
-def _scheduler_parameters() -> str:
-    for line in _or_nothing("scontrol", "show", "config").splitlines():
-        if line.startswith("SchedulerParameters"):
-            return line
-    return ""
+def _scheduler_parameters(deadline_s: float) -> Answer:
+    said = _ask(deadline_s, "scontrol", "show", "config")
+    if isinstance(said, tools.SlurmFailed):
+        return said
+    return next((line for line in said.splitlines() if line.startswith("SchedulerParameters")), "")
 
 
-def _or_nothing(*command: str) -> str:
+def _ask(deadline_s: float, *command: str) -> Answer:
+    timeout_s = round(max(deadline_s - time.monotonic(), LEAST_LIMIT_S), 1)
     try:
-        return tools.call(*command, timeout_s=TOOL_LIMIT_S)
-    except tools.SlurmFailed:
-        return ""
+        return tools.call(*command, timeout_s=timeout_s)
+    except tools.SlurmFailed as error:
+        return error
