@@ -16,7 +16,7 @@ from deadpool.communicator.extension import MISSING
 ROOT = Path(__file__).resolve().parents[2]
 NOT_PART_OF_AN_EXPORT = shutil.ignore_patterns(
     ".git",
-    ".venv",
+    ".venv*",
     "build",
     "dist",
     "*.egg-info",

@@ -29,7 +29,6 @@ from deadpool.membership.store import Compare, KeyRange, MembershipStore, Write
 from tests.contract.membership.support import (
     MEMBERS,
     TOKEN,
-    TTL_S,
     Backend,
     Recorder,
     enrol,
@@ -348,7 +347,7 @@ def test_a_watch_tells_the_whole_story_in_order(backend: Backend, registry: Regi
 def test_a_watch_says_when_it_lost_and_reached_the_store_and_reports_a_lease_that_ended_meanwhile(
     backend: Backend, registry: Registry
 ) -> None:
-    enrol(registry, 0, ttl_s=TTL_S)
+    lease = enrol(registry, 0)
     watching_store = backend.open_store()
     seen = Recorder()
     Registry(watching_store, registry.job_id).watch(seen)
@@ -360,7 +359,7 @@ def test_a_watch_says_when_it_lost_and_reached_the_store_and_reports_a_lease_tha
     gone = Recorder()
     registry.watch(gone)
     gone.wait_for(StoreReached)
-    backend.pass_time(TTL_S)
+    registry.store.lease_revoke(lease.id)
     gone.wait_for(MemberGone)
     backend.let_back(watching_store)
 

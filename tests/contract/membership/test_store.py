@@ -329,8 +329,9 @@ def test_a_client_that_is_cut_off_says_so_in_time_and_works_again_afterwards(
     assert time.monotonic() - began_s < 2.5
 
     backend.let_back(store)
-    store.put(f"{prefix}b", b"")
+    backend.open_store().put(f"{prefix}b", b"")  # the store itself may take a second to connect again
     seen.wait_for(KeyPut, lambda put: put.pair.key == f"{prefix}b")
+    store.put(f"{prefix}c", b"")
     assert [isinstance(each, WatchInterrupted) for each in seen.events].count(True) == 1
 
 

@@ -26,7 +26,6 @@ from tests.process.communicator.cluster import (
     all_reduce_value,
     gap_of_the_fallback,
     run_all,
-    seconds,
 )
 
 PROMPT_S = 10.0
@@ -106,6 +105,9 @@ def test_survivors_leave_a_collective_and_go_on_with_a_replacement(kind: signal.
 # ---- closing ----
 
 
+HELD_US = 4_000_000
+
+
 def hold_the_gil(seat: Seat) -> dict[str, Any]:
     communicators = seat.join()
     seat.tell("joined")
@@ -113,7 +115,7 @@ def hold_the_gil(seat: Seat) -> dict[str, Any]:
     if seat.rank == 0:
         libc = ctypes.PyDLL(None)  # PyDLL keeps the GIL
         began = time.monotonic()
-        libc.usleep(2_500_000)
+        libc.usleep(HELD_US)
         held_s = time.monotonic() - began
     else:
         held_s = 0.0
@@ -136,10 +138,9 @@ def test_a_held_gil_does_not_delay_a_close() -> None:
         time.sleep(0.5)  # the sleep of rank 0 is well under way; nothing waits for this
         for worker in workers:
             worker.order_close(1)
-        took_s = seconds(lambda: workers[0].wait_closed(1, 1.5))
-        assert took_s < 1.0
+        workers[0].wait_closed(1, 2.5)
         results = [worker.wait("result") for worker in workers]
-    assert results[0]["held_s"] > 2.0
+    assert results[0]["held_s"] > 3.5
     assert results[0]["closed"] == 1
     assert "generation 1: closed" in results[0]["error"]
 
@@ -321,8 +322,12 @@ def rebuild_alone(seat: Seat) -> str:
     communicators = seat.join()
     if seat.rank == 2:
         return "absent"
+    meeting = seat.store(2)
+    meeting.set(f"about to open/{seat.rank}", "1")
+    meeting.wait(["about to open/0", "about to open/1"])
+    meeting.close()
     try:
-        communicators.open(2, seat.store(2), timeout_s=0.5)
+        communicators.open(2, seat.store(2), timeout_s=2.0)
     except RebuildTimeout as error:
         return str(error)
     return "none"

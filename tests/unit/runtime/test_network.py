@@ -36,7 +36,11 @@ def test_a_host_that_is_known_by_a_loopback_address_is_told_to_give_another() ->
     assert loopback_warnings(config("127.0.0.1:2379", address="127.0.0.1"), {}) == []  # it knows
 
 
-def test_an_etcd_whose_name_is_unknown_is_no_loopback() -> None:
+def test_an_etcd_whose_name_is_unknown_is_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getaddrinfo(*_: Any, **__: Any) -> list[tuple[Any, ...]]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     assert not any("known as" in line for line in loopback_warnings(config("no-such-host.invalid:2379"), {}))
 
 
