@@ -80,7 +80,7 @@ def _saying(what: str) -> Iterator[None]:
 def _say_who_is_missing(report: Report) -> None:
     if report.agents_seen < report.nnodes:
         say(
-            f"this report was made from the events of {report.agents_seen} of at least {report.nnodes} hosts: "
+            f"this report knows the events of {report.agents_seen} of at least {report.nnodes} hosts: "
             "give all hosts one --run-dir, on a file system that they share"
         )
 
@@ -96,7 +96,6 @@ def build_report(run_dir: Path, config: Config, exit_code: int, reason: str = ""
     events = read_events(run_dir, has_every_step=False)
     injections = read_injections(run_dir)
     summaries = [event for event in events if event["event"] == "agent.summary"]
-    committed = [event["step"] for event in events if event["event"] == "snapshot.committed"]
     degraded = dict.fromkeys(str(e.get("reason", "")) for e in events if e["event"] == "snapshot.degraded")
     return Report(
         job_id=config.job.job_id,
@@ -118,7 +117,7 @@ def build_report(run_dir: Path, config: Config, exit_code: int, reason: str = ""
             )
             for line in read_workers(run_dir)
         ),
-        protected_step=max(committed, default=None),
+        protected_step=_protected_step(events),
         bytes_sent=sum(int(event.get("bytes_sent", 0)) for event in summaries),
         host_memory_bytes={e["member"]: int(e.get("host_memory_bytes", 0)) for e in summaries},
         step_times=_step_times(events),
@@ -162,7 +161,7 @@ def describe_recovery(recovery: Recovery, title: str) -> list[str]:
     if cause.detail:
         lines.append(f"  cause       {cause.detail.splitlines()[-1]}")
     shown = [f"{phase} {recovery.phases[phase]:.2f}" for phase in RECOVERY_PHASES if phase in recovery.phases]
-    total = "" if recovery.seconds is None else f" = {recovery.seconds:.2f} s"
+    total = "" if recovery.seconds is None else f", {recovery.seconds:.2f} s since the first fault"
     if shown:
         lines.append(f"  seconds     {' + '.join(shown)}{total}")
     if not recovery.is_done:
@@ -194,6 +193,7 @@ def _recoveries(events: list[Event], injections: list[InjectionRecord]) -> tuple
     begun: dict[int, Event] = {}
     done: dict[int, Event] = {}
     phases: dict[int, dict[str, float]] = {}
+    ran: set[int] = set()
     for event in events:
         generation = event.get("generation", 0)
         match event["event"]:
@@ -205,42 +205,43 @@ def _recoveries(events: list[Event], injections: list[InjectionRecord]) -> tuple
                 slowest = phases.setdefault(generation, {})
                 name = str(event.get("phase", ""))
                 slowest[name] = max(slowest.get(name, 0.0), float(event.get("seconds", 0.0)))
+            case "view.published" | "view.adopted" if event.get("phase") == "running":
+                ran.add(generation)
             case _:
                 pass
     recoveries = []
     answered_s = 0.0  # faults before this moment were dealt with by an earlier recovery
+    first: Event | None = None  # began what goes on: a fault during a recovery prolongs it
+    undetected_s = 0.0  # before that
     for generation in sorted(begun):
-        end = done.get(generation)
-        open_ones = [record for record in injections if record.monotonic_s > answered_s]
-        recoveries.append(_recovery(begun[generation], end, phases.get(generation, {}), open_ones))
+        begin, end, seconds = begun[generation], done.get(generation), None
+        its_phases = phases.get(generation, {})
+        struck_s = _struck_s(begin, [record for record in injections if record.wall_s > answered_s])
+        if struck_s is not None:
+            its_phases = {**its_phases, "detect": begin["wall_s"] - struck_s}
+        if first is None:
+            first, undetected_s = begin, its_phases.get("detect", 0.0)
         if end is not None:
-            answered_s = begun[generation]["monotonic_s"]
+            seconds = round(undetected_s + _between_s(first, end), 4)
+            answered_s = begin["wall_s"]
+        if end is not None or generation in ran:  # a leader may be lost before it says so
+            first = None
+        recoveries.append(_recovery(begin, end, its_phases, seconds))
     return tuple(recoveries)
 
 
-def _recovery(
-    begin: Event, done: Event | None, phases: dict[str, float], injections: list[InjectionRecord]
-) -> Recovery:
-    ranks = tuple(begin.get("ranks", ()))
-    struck_s = _struck_s(begin, injections)
-    if struck_s is not None:
-        phases = {**phases, "detect": begin["monotonic_s"] - struck_s}
-    ordered = {name: round(phases[name], 4) for name in RECOVERY_PHASES if name in phases}
-    seconds = None
-    if done is not None:
-        began_s = begin["monotonic_s"] - phases.get("detect", 0.0)
-        seconds = round(done["monotonic_s"] - began_s, 4)
+def _recovery(begin: Event, done: Event | None, phases: dict[str, float], seconds: float | None) -> Recovery:
     result = done or {}
     return Recovery(
         generation=begin["generation"],
         cause=Cause(
             kind=str(begin.get("kind", "unknown")),
-            ranks=ranks,
+            ranks=tuple(begin.get("ranks", ())),
             host=str(begin.get("host", "")),
             member=str(begin.get("subject", "")),
             detail=str(begin.get("detail", begin.get("reason", ""))),
         ),
-        phases=ordered,
+        phases={name: round(phases[name], 4) for name in RECOVERY_PHASES if name in phases},
         seconds=seconds,
         rollback_step=result.get("rollback_step"),
         rollback_generation=result.get("rollback_generation"),
@@ -250,17 +251,37 @@ def _recovery(
     )
 
 
+def _between_s(earlier: Event, later: Event) -> float:
+    """Seconds between two events: the clock of one machine says nothing on another, that of the day does."""
+    clock = "monotonic_s" if earlier.get("member") == later.get("member") else "wall_s"
+    return float(later[clock]) - float(earlier[clock])
+
+
 def _struck_s(begin: Event, injections: list[InjectionRecord]) -> float | None:
-    """When the fault happened that this recovery answers, if it was injected: the newest one before it."""
+    """When the fault happened that this recovery answers, if it was injected: the newest one before it.
+
+    By the time of day: the victim is seldom on the leader's machine.
+    """
     ranks = begin.get("ranks", ())
     moments = [
-        record.monotonic_s
+        record.wall_s
         for record in injections
         if record.kind != "bitflip"
-        and record.monotonic_s <= begin["monotonic_s"]
+        and record.wall_s <= begin["wall_s"]
         and (not ranks or record.rank in ranks)
     ]
     return max(moments, default=None)
+
+
+def _protected_step(events: Iterable[Event]) -> int | None:
+    """The step of the newest commit; a job that went back to an older checkpoint counts on from there."""
+    step_of = {"snapshot.committed": "step", "recovery.done": "rollback_step"}
+    names = [
+        (int(event["generation"]), int(event[step_of[event["event"]]]))
+        for event in events
+        if event["event"] in step_of
+    ]
+    return max(names)[1] if names else None
 
 
 def _step_times(events: Iterable[Event]) -> StepTimes | None:

@@ -56,6 +56,7 @@ class InjectionRecord(msgspec.Struct, frozen=True, kw_only=True):
     point: str
     pid: int
     monotonic_s: float
+    wall_s: float
 
 
 class RankDigests(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +133,7 @@ def read_injections(run_dir: Path) -> list[InjectionRecord]:
     found: list[dict[str, Any]] = []
     for path in sorted((run_dir / "injections").glob("*.json")):
         found.extend(_json_lines(path))
-    return sorted(_typed(iter(found), InjectionRecord), key=lambda record: record.monotonic_s)
+    return sorted(_typed(iter(found), InjectionRecord), key=lambda record: record.wall_s)
 
 
 def read_digests(run_dir: Path) -> dict[int, RankDigests]:

@@ -25,6 +25,7 @@ class Timeline:
         self._began_s = 0.0  # 0: no recovery is under way
         self._phase_s = 0.0
         self._acks: dict[MemberId, Ack] = {}
+        self._finished_step = 0  # before this recovery; an attempt that had restored goes back behind it
         self._slots: tuple[MemberId, ...] = ()  # of the View under which the job last ran
 
     def resume(self, view: View, ran_with: tuple[MemberId, ...]) -> None:
@@ -80,12 +81,12 @@ class Timeline:
     def _begin(self, view: View, now_s: float) -> None:
         self._began_s = self._began_s or now_s
         self._phase_s = now_s
+        self._finished_step = self._newest_finished()
         self._acks.clear()
         self._log.emit("recovery.begin", generation=view.generation, reason=view.reason, **self._cause)
 
     def _done(self, view: View, now_s: float) -> None:
         assert view.rollback is not None
-        finished = [ack.last_step for ack in self._acks.values() if ack.last_step]
         groups = any(ack.groups for ack in self._acks.values())
         source = "checkpoint" if view.source is Source.CHECKPOINT else "replicated" if groups else "replica"
         summary: dict[str, Any] = {
@@ -94,8 +95,7 @@ class Timeline:
             "source": source,
             "rollback_step": view.rollback.step,
             "rollback_generation": view.rollback.generation,
-            # Finished on every rank that answered; the lost ranks may have finished less.
-            "lost_steps": max(0, min(finished, default=view.rollback.step) - view.rollback.step),
+            "lost_steps": max(0, self._newest_finished() - view.rollback.step),
             "seconds": now_s - self._began_s,
         }
         self._log.emit("recovery.done", generation=view.generation, **summary)
@@ -103,3 +103,10 @@ class Timeline:
         self._keep(view.generation, kept)
         self._began_s = 0.0
         self._cause = {}
+        self._finished_step = 0
+        self._acks.clear()
+
+    def _newest_finished(self) -> int:
+        """Finished, in some attempt, on every rank that answered; the lost ranks may have finished less."""
+        finished = [ack.last_step for ack in self._acks.values() if ack.last_step]
+        return max(self._finished_step, min(finished, default=0))

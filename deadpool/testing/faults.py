@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -198,6 +199,7 @@ def record_injection(path: Path, injection: Injection, pid: int) -> bool:
         "point": injection.point.value,
         "pid": pid,
         "monotonic_s": boottime_s(),
+        "wall_s": time.time(),
     }
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)

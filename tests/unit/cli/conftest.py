@@ -63,7 +63,7 @@ def build_run(folder: Path, *, disturbed: bool = False) -> Path:
         (folder / "injections").mkdir(parents=True)
         write_lines(
             folder / "injections" / "0.json",
-            [{**struck, "point": "collective", "pid": 101, "monotonic_s": 5}],
+            [{**struck, "point": "collective", "pid": 101, "monotonic_s": 5, "wall_s": 1e9 + 5}],
         )
         done = {
             "rollback_step": 3,

@@ -106,6 +106,7 @@ def test_an_injection_is_due_for_its_rank_step_and_point_only(tmp_path: Path) ->
     assert plan.is_empty
     record = json.loads((tmp_path / "injections" / "0.json").read_text())
     assert abs(record.pop("monotonic_s") - boottime_s()) < 5
+    assert abs(record.pop("wall_s") - time.time()) < 5
     assert record == {
         "index": 0,
         "spec": "sigkill:rank=1@step=7,at=collective=2",

@@ -17,9 +17,10 @@ from deadpool.report import report_schema, status_schema
 CONFIG = replace(Config(), job=JobConfig(nnodes=2, spares=1, job_id="j"))
 
 MakeRun = Callable[..., Path]
+Line = dict[str, object]
 
 
-def append(path: Path, *lines: dict[str, object]) -> None:
+def append(path: Path, *lines: Line) -> None:
     with open(path, "a") as file:
         for line in lines:
             file.write(json.dumps({"run_id": "r", "member": "h0-a", "generation": 2, **line}) + "\n")
@@ -82,13 +83,72 @@ def test_a_recovery_that_a_newer_generation_took_over_is_kept_as_unfinished(
     assert "detect" not in second.phases  # the injection was answered by the first
 
 
+def recovery_event(name: str, generation: int, wall_s: float, clock_s: float, **fields: object) -> Line:
+    head = {"event": f"recovery.{name}", "generation": generation, "wall_s": 1e9 + wall_s}
+    return {**head, "monotonic_s": clock_s, **fields}
+
+
+def test_seconds_between_machines_are_those_of_the_day_and_on_one_machine_those_of_its_clock(
+    tmp_path: Path,
+) -> None:
+    """One has been up for a minute, the other for a month; the time of day of that one is then set back."""
+    done = {"rollback_step": 3, "rollback_generation": 1, "lost_steps": 1}
+    append(tmp_path / "events-h0-a.jsonl", recovery_event("begin", 2, 100.0, 60.0, ranks=[1]))
+    other = {"member": "h1-a"}
+    append(
+        tmp_path / "events-h1-a.jsonl",
+        {**recovery_event("done", 2, 106.0, 2.5e6, **done), **other},
+        {**recovery_event("begin", 3, 200.0, 2.5e6 + 100.0), **other},
+        {**recovery_event("done", 3, 201.0, 2.5e6 + 102.0, **done), **other},
+    )
+    struck = {"index": 0, "spec": "sigkill:rank=1@step=4", "kind": "sigkill", "rank": 1, "step": 4, "pid": 7}
+    (tmp_path / "injections").mkdir()
+    append(
+        tmp_path / "injections" / "0.json",
+        {**struck, "point": "collective", "monotonic_s": 2.5e6 - 8.0, "wall_s": 1e9 + 99.5},
+    )
+    first, second = build_report(tmp_path, CONFIG, 0).recoveries
+    assert first.phases == pytest.approx({"detect": 0.5})
+    assert [first.seconds, second.seconds] == pytest.approx([6.5, 2.0])
+    assert "detect" not in second.phases
+
+
+def test_a_recovery_that_takes_several_attempts_counts_from_the_first(tmp_path: Path) -> None:
+    done = {"rollback_step": 3, "rollback_generation": 1, "lost_steps": 1}
+    append(
+        tmp_path / "events-h0-a.jsonl",
+        recovery_event("begin", 2, 100.0, 100.0),
+        recovery_event("begin", 3, 110.0, 110.0),
+        recovery_event("begin", 4, 140.0, 140.0),
+        recovery_event("done", 4, 195.0, 195.0, **done),
+        recovery_event("begin", 5, 300.0, 300.0),
+        # Its leader was lost before it could say that all run again.
+        {**recovery_event("begin", 5, 310.0, 310.0), "event": "view.adopted", "phase": "running"},
+        recovery_event("begin", 6, 900.0, 900.0),
+        recovery_event("done", 6, 902.0, 902.0, **done),
+    )
+    recoveries = build_report(tmp_path, CONFIG, 0).recoveries
+    assert [each.seconds for each in recoveries] == [None, None, 95.0, None, 2.0]
+
+
+def test_the_protected_step_is_that_of_the_newest_commit_not_the_highest(tmp_path: Path) -> None:
+    path = tmp_path / "events-h0-a.jsonl"
+    commit = {"event": "snapshot.committed", "wall_s": 1e9, "monotonic_s": 1.0, "generation": 1}
+    append(path, {**commit, "step": 5000})
+    assert build_report(tmp_path, CONFIG, 0).protected_step == 5000
+    append(path, recovery_event("begin", 2, 1.0, 1.0), recovery_event("done", 2, 2.0, 2.0, rollback_step=300))
+    assert build_report(tmp_path, CONFIG, 0).protected_step == 300
+    append(path, {**commit, "generation": 2, "step": 310})
+    assert build_report(tmp_path, CONFIG, 0).protected_step == 310
+
+
 def test_the_timeline_is_a_few_lines_a_recovery(tmp_path: Path, make_run: MakeRun) -> None:
     lines: list[str] = []
     print_timeline(build_report(make_run(tmp_path, disturbed=True), CONFIG, 0), lines.append)
     assert lines == [
         "recovery 1 of 1, generation 2: worker_exit of rank 1 on h1",
         "  cause       rank 1 was killed",
-        "  seconds     detect 0.10 + abort 0.20 + fetch 0.30 = 0.90 s",
+        "  seconds     detect 0.10 + abort 0.20 + fetch 0.30, 0.90 s since the first fault",
         "  went back   to step 3, 0 steps lost",
         "  source      replica",
     ]
