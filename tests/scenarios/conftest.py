@@ -123,6 +123,15 @@ class Rig:
         assert min(steps) - struck_s <= within_s
         return done
 
+    def check_nothing_safe_lost(self, job: RunFolder, done: Event, struck_s: float) -> None:
+        """A recovery went back no further than to the newest step that was protected at the strike.
+
+        How many steps that costs is up to the machine: one that it names too late is not protected.
+        """
+        commits = [each for each in job.named("snapshot.committed") if each["monotonic_s"] < struck_s]
+        assert commits, "nothing was protected when the host was struck"
+        assert done["rollback_step"] >= max(each["step"] for each in commits)
+
 
 @pytest.fixture(scope="session")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:

@@ -2,7 +2,7 @@
 
 BatchNorm buffers, an average of the weights, a GradScaler that meets infinities, barriers, object
 collectives, a group made inside `train`, checkpoints by torch.distributed.checkpoint, torch.compile, an
-orderly end.
+orderly end. A step takes 50 ms or more, so that some are committed before the fault and after the recovery.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
+import time
 from typing import Any
 
 import torch
@@ -100,6 +101,7 @@ def main() -> None:
             inputs = torch.randn(8, WIDTH)
             loss = F.mse_loss(head(compiled(inputs)), inputs.square())
             scaler.scale(loss * (float("inf") if step in OVERFLOWS else 1.0)).backward()  # type: ignore[no-untyped-call]
+            time.sleep(0.05)
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()
