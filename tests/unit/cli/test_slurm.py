@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -180,9 +181,14 @@ def test_a_member_of_etcd_that_is_told_to_end_comes_back_with_what_it_knew(tmp_p
 
 def pids_of(argument: str) -> list[int]:
     """Children of this process with this argument."""
-    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    pids = [int(pid) for path in children for pid in path.read_text().split()]
-    return [pid for pid in pids if argument.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread, or the child, ends just now
+            for pid in map(int, path.read_text().split()):
+                with contextlib.suppress(OSError):
+                    if argument.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        found.append(pid)
+    return found
 
 
 # ---- the allocation --------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_a_submission_that_gets_no_answer_in_time_may_have_been_made_and_is_not_
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(tools, "TOOL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(tools, "TOOL_TIMEOUT_S", 3.0)
     calls = submitted("JobState=RUNNING", sbatch="exec sleep 60", times=2)
     assert len([call for call in calls if call.startswith("sbatch")]) == 1
     assert "look with `squeue --me` first" in capsys.readouterr().err
