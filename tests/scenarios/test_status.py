@@ -64,9 +64,12 @@ def processes_of(job: Job) -> set[int]:
 
 
 def shared_files(processes: set[int]) -> set[str]:
-    """Names in /dev/shm that these processes have mapped now."""
-    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in processes]
-    return {name for text in maps for name in re.findall(r"/dev/shm/(\S+)", text)}
+    """Names in /dev/shm that those of these processes that live have mapped now."""
+    names: set[str] = set()
+    for pid in processes:
+        with contextlib.suppress(OSError):
+            names.update(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
+    return names
 
 
 def is_named_after(name: str, processes: set[int]) -> bool:

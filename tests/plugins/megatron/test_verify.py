@@ -15,16 +15,17 @@ LIMIT_S = 150.0
 pytestmark = pytest.mark.timeout(LIMIT_S + 10)
 
 
+# The first commit is late by a fixed time, so the fault does not come in the first steps: they may be short.
 @pytest.mark.parametrize(
     ("options", "inject"),
     [
-        pytest.param(("--overlap", "--dtype", "bf16"), "sigkill:rank=1@step=6", id="DP2, overlap, bf16"),
-        pytest.param(("--tp", "2"), "sigkill:rank=1@step=6", id="TP2"),
-        pytest.param(("--pp", "2", "--vpp", "2"), "sigkill:rank=0@step=6", id="PP2, VPP2"),
+        pytest.param(("--overlap", "--dtype", "bf16"), "sigkill:rank=1@step=12", id="DP2, overlap, bf16"),
+        pytest.param(("--tp", "2"), "sigkill:rank=1@step=12", id="TP2"),
+        pytest.param(("--pp", "2", "--vpp", "2"), "sigkill:rank=0@step=12", id="PP2, VPP2"),
     ],
 )
 def test_a_rank_of_two_is_lost(tmp_path: Path, options: tuple[str, ...], inject: str) -> None:
-    check_script(EXAMPLE, tmp_path, 2, inject, *options, "--steps", "12", limit_s=LIMIT_S)
+    check_script(EXAMPLE, tmp_path, 2, inject, *options, "--steps", "18", limit_s=LIMIT_S)
 
 
 @pytest.mark.full
