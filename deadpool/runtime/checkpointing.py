@@ -1,7 +1,8 @@
 """The checkpoint tier: each host writes its shards, the leader writes the manifest last.
 
 A shard is written from a private copy of its bank, in a thread of its own: slow storage never holds a bank,
-and so never holds back a capture. The copy costs one snapshot of memory while it is written.
+and so never holds back a capture. The copy costs one snapshot of memory while it is written; so of a storage
+that hangs, no more than WRITES_AT_ONCE periodic checkpoints wait for it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 10.0
 REPEAT_S = 5.0
+WRITES_AT_ONCE = 2
 REPEATS = 4  # of the word that a shard is durable: the message, or the leader that heard it, may be lost
 
 Parts = dict[str, memoryview]  # of a shard, by name
@@ -77,12 +79,14 @@ class CheckpointTier:
         self.root = root
         self.complete: Name | None = None  # newest manifest written or found here
         self.keeps_all = False  # delete nothing
+        self.problem = ""  # why the newest shard of this host is not in the folder
         self._store = store
         self._world_size = world_size
         self._log = log
         self._post = post
         self._callbacks = callbacks
         self._begun: set[tuple[int, Name]] = set()
+        self._writing: set[tuple[int, Name]] = set()
         self._shards: dict[Name, dict[int, Shard]] = {}
         self._being_completed: set[Name] = set()
         self._to_repeat: dict[int, tuple[Name, Shard, int]] = {}  # rank -> its newest shard, times left
@@ -100,6 +104,17 @@ class CheckpointTier:
                 continue
             self._to_repeat[rank] = (name, shard, times - 1)
             self._callbacks.written(name, shard)
+
+    def save_periodic(self, ranks: Sequence[int], name: Name) -> None:
+        """`save`, unless the storage is so slow that the copies would fill the memory."""
+        waiting = sorted({each.step for _, each in self._writing})
+        if len(waiting) >= WRITES_AT_ONCE:
+            steps = " and ".join(map(str, waiting))
+            self._fail(
+                f"checkpoint of step {name.step} is left out: those of steps {steps} are still written"
+            )
+        else:
+            self.save(ranks, name)
 
     def save(self, ranks: Sequence[int], name: Name) -> None:
         """Write the shards of `ranks` from the own banks that hold `name`; each at most once."""
@@ -204,6 +219,7 @@ class CheckpointTier:
     def _save(self, rank: int, name: Name, copy: Callable[[], Parts]) -> None:
         if (rank, name) not in self._begun:
             self._begun.add((rank, name))
+            self._writing.add((rank, name))
             self._start(partial(self._write, rank, name, copy), f"checkpoint-{rank}")
 
     def _write(self, rank: int, name: Name, copy: Callable[[], Parts]) -> None:
@@ -211,13 +227,19 @@ class CheckpointTier:
             parts = copy()
             shard = write_shard(self.root, name, rank, parts, check_lease=self._check)
         except (SnapshotError, OSError) as error:
-            logger.warning("rank %d: checkpoint of step %d was not written: %s", rank, name.step, error)
-            self._post(self._begun.discard, (rank, name))  # it may be tried again
+            self._post(self._on_not_written, rank, name, str(error))
             return
         self._log.emit("checkpoint.written", rank=rank, step=name.step, bytes=shard.n_bytes)
         self._post(self._on_written, name, shard)
 
+    def _on_not_written(self, rank: int, name: Name, why: str) -> None:
+        self._writing.discard((rank, name))
+        self._begun.discard((rank, name))  # it may be tried again
+        self._fail(f"checkpoint of step {name.step} was not written by rank {rank}: {why}")
+
     def _on_written(self, name: Name, shard: Shard) -> None:
+        self._writing.discard((shard.rank, name))
+        self.problem = ""
         self._to_repeat[shard.rank] = (name, shard, REPEATS)
         self._repeat_at_s = time.monotonic() + REPEAT_S
         self._callbacks.written(name, shard)
@@ -258,11 +280,18 @@ class CheckpointTier:
             if not self.keeps_all:
                 prune(self.root)
         except (SnapshotError, OSError) as error:
-            logger.warning("checkpoint of step %d is not complete: %s", name.step, error)
-            self._post(self._being_completed.discard, name)
+            self._post(self._on_not_complete, name, str(error))
             return
         self._log.emit("checkpoint.complete", step=name.step, path=str(self.root))
         self._post(self._note_complete, name)
+
+    def _on_not_complete(self, name: Name, why: str) -> None:
+        self._being_completed.discard(name)
+        self._fail(f"checkpoint of step {name.step} is not complete: {why}")
+
+    def _fail(self, problem: str) -> None:
+        self.problem = problem
+        logger.warning("%s", problem)
 
     def _note_complete(self, name: Name) -> None:
         self.complete = name

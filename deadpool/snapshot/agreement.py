@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from deadpool.errors import LayoutMismatch
 from deadpool.snapshot.layout import Buffer, Layout, replicated_buffers
+from deadpool.words import listed
 
 Ranks = tuple[int, ...]
 MAX_NAMED = 5
@@ -59,9 +60,9 @@ def refuse_unlike(groups: tuple[Ranks, ...], built_by: Mapping[int, Mapping[str,
             odd = [rank for rank in ranks if built_by.get(rank, {}).get(name, "nothing") != usual]
             if odd:
                 found = built_by.get(odd[0], {}).get(name, "nothing")
-                lines.append(f"{name}: {found} on rank {_listed(odd)}, {usual} on the others")
+                lines.append(f"{name}: {found} on rank {listed(odd)}, {usual} on the others")
         if not names or not lines:
-            lines.append(f"ranks {_listed(list(ranks))} built the same buffers in different orders")
+            lines.append(f"ranks {listed(list(ranks))} built the same buffers in different orders")
     more = f"\n  and {len(lines) - MAX_NAMED} more" if len(lines) > MAX_NAMED else ""
     raise LayoutMismatch(
         "the ranks of a replicated group built different states:\n  "
@@ -73,8 +74,3 @@ def refuse_unlike(groups: tuple[Ranks, ...], built_by: Mapping[int, Mapping[str,
 
 def _describe(buffer: Buffer) -> str:
     return f"{buffer.dtype} {list(buffer.shape)}"
-
-
-def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

@@ -29,12 +29,12 @@ from deadpool.errors import LayoutMismatch, SnapshotError
 from deadpool.snapshot.codec import dtype_name
 from deadpool.snapshot.layout import Buffer, Kind, Layout
 from deadpool.snapshot.tensors import NamedTensor
+from deadpool.words import listed
 
 # Between two chunks a cancelled copy stops: 1 GiB takes 0.1-0.3 s, the abort's limit is 10 s. A smaller state
 # is one call.
 CHUNK_BYTES = 1 << 30
 COPY_DEADLINE_S = 120.0  # nothing but a dead machine takes that long; then the training thread raises
-MAX_NAMED = 5
 
 Bank = tuple[memoryview, memoryview]
 """Unique area and replicated area of one bank."""
@@ -265,7 +265,7 @@ class Capture:
         if not changed:
             return None
         return (
-            f"{_name_some(changed)} changed while copied: only optimizer.step of an optimizer given to "
+            f"{listed(changed)} changed while copied: only optimizer.step of an optimizer given to "
             "wrap may change parameters and optimizer state (register what a forward changes as a buffer)"
         )
 
@@ -352,11 +352,6 @@ def _chunk(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 def _explain(wrong: Sequence[str]) -> str:
     return (
-        f"the training state is no longer what wrap was given: {_name_some(wrong)}. "
+        f"the training state is no longer what wrap was given: {listed(wrong)}. "
         "Change tensors in place (copy_), and call wrap after load_state_dict, to() and compile"
     )
-
-
-def _name_some(names: Sequence[str]) -> str:
-    more = len(names) - MAX_NAMED
-    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

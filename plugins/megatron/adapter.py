@@ -15,7 +15,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import nn
 
-from deadpool.errors import ConfigError
+from deadpool.errors import ConfigError, LayoutMismatch
 from deadpool.plugins.megatron.arena import Arena
 from deadpool.plugins.megatron.microbatches import read_calculator, restore_calculator
 from deadpool.plugins.megatron.objects import MegatronObjects, inner_params, is_sharded, replica_ranks
@@ -77,7 +77,7 @@ class MegatronAdapter(StateAdapter):
         for index, arena in enumerate(self._arenas):
             moved = arena.moved_tensor()
             if moved is not None:
-                return (
+                raise LayoutMismatch(
                     f"{self._name}.optimizer{index}: the {moved} was moved to other memory since wrap; load "
                     "checkpoints before it"
                 )

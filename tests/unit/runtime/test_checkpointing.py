@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from deadpool.runtime.once import OnceArea
 from deadpool.store.checkpoint import Shard, complete_manifests, folder_of
 from deadpool.store.host_memory import HostMemoryStore
 from deadpool.store.segment import BankState, Segment
-from tests.unit.runtime.support import LAYOUT, Loop, fill, open_log, read_events
+from tests.unit.runtime.support import LAYOUT, WAIT_S, Loop, fill, open_log, read_events
 
 FIVE = Name(step=5, generation=1)
 NINE = Name(step=9, generation=1)
@@ -44,11 +45,14 @@ class Host:
     store: HostMemoryStore
     loop: Loop
     may_write: bool = True
+    storage: threading.Event = field(default_factory=threading.Event)  # unset: it hangs
+    copied: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     written: list[tuple[Name, Shard]] = field(default_factory=list)
     completed: list[Name] = field(default_factory=list)
     tier: CheckpointTier = field(init=False)
 
     def open(self, root: Path, log: EventLog) -> None:
+        self.storage.set()
         self.tier = CheckpointTier(
             root,
             self.store,
@@ -58,9 +62,22 @@ class Host:
             callbacks=CheckpointCallbacks(
                 written=lambda name, shard: self.written.append((name, shard)),
                 completed=self.completed.append,
-                may_write=lambda: self.may_write,
+                may_write=self._ask,
             ),
         )
+
+    def _ask(self) -> bool:
+        """Asked by a thread that has copied its bank and is about to write."""
+        self.copied.release()
+        return self.storage.wait(WAIT_S) and self.may_write
+
+    def hang(self, *steps: int) -> None:
+        """Periodic checkpoints of these steps, which the storage does not take."""
+        self.storage.clear()
+        for step in steps:
+            fill(self.segment(), 0, Name(step=step, generation=1))
+            self.tier.save_periodic([self.rank], Name(step=step, generation=1))
+            assert self.tier.problem or self.copied.acquire(timeout=WAIT_S)
 
     def load(self, name: Name, segment: Segment, bank: int, once: OnceArea | None = None) -> None:
         """Bring the rank's shard into a bank, as a fetch does."""
@@ -268,6 +285,43 @@ def test_a_shard_that_was_damaged_is_refused_and_its_bank_is_not_complete(job: J
     with pytest.raises(SnapshotError):
         job.hosts[1].load(FIVE, segment, 1)
     assert segment.bank_info(1).state is BankState.WRITING
+
+
+def test_while_the_storage_hangs_no_more_than_two_periodic_checkpoints_are_copied(job: Job) -> None:
+    host = job.leader
+    host.hang(10, 20, 30, 40)
+    assert (
+        host.tier.problem == "checkpoint of step 40 is left out: those of steps 10 and 20 are still written"
+    )
+    host.storage.set()
+    job.loop.run_until(lambda: len(host.written) == 2, "both that were begun")
+    assert sorted(name.step for name, _ in host.written) == [10, 20]
+    assert host.tier.problem == ""
+    host.tier.save_periodic([0], Name(step=40, generation=1))
+    job.loop.run_until(lambda: len(host.written) == 3, "the next")
+
+
+def test_the_last_resort_is_written_although_periodic_checkpoints_hang(job: Job) -> None:
+    host = job.leader
+    host.hang(10, 20)
+    job.capture(NINE)
+    host.tier.save([0], NINE)
+    host.storage.set()
+    job.loop.run_until(lambda: NINE in [name for name, _ in host.written], "the last resort")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_problem_until_one_is(job: Job) -> None:
+    host = job.leader
+    folder_of(job.root, FIVE).parent.mkdir(exist_ok=True)
+    folder_of(job.root, FIVE).write_text("in the way")
+    job.capture(FIVE)
+    host.tier.save_periodic([0], FIVE)
+    job.loop.run_until(lambda: bool(host.tier.problem), "the problem")
+    assert host.tier.problem.startswith("checkpoint of step 5 was not written by rank 0: ")
+    folder_of(job.root, FIVE).unlink()
+    host.tier.save_periodic([0], FIVE)
+    job.loop.run_until(lambda: bool(host.written), "the second try")
+    assert host.tier.problem == ""
 
 
 def test_a_host_whose_lease_has_run_out_writes_no_shard(job: Job) -> None:
