@@ -24,7 +24,7 @@ _REFUSAL = b'"event": "snapshot.refused"'
 
 
 class AgentLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of agents.jsonl: this agent answers there."""
+    """A line of agents-<member>.jsonl: this agent answers there."""
 
     member: str
     address: str  # IP:control_port
@@ -35,7 +35,7 @@ class AgentLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of workers.jsonl: this process runs as this rank from now on."""
+    """A line of workers-<member>.jsonl: this process runs as this rank from now on."""
 
     member: str
     rank: int
@@ -119,33 +119,31 @@ def replacing(target: Path) -> Iterator[BinaryIO]:
 
 
 def read_workers(run_dir: Path) -> list[WorkerLine]:
-    """Worker processes in the order in which they took their ranks."""
-    return list(_typed(_json_lines(run_dir / "workers.jsonl"), WorkerLine))
+    """Worker processes; of one rank in the order in which they took it."""
+    lines = _typed(_all_json_lines(run_dir, "workers-*.jsonl"), WorkerLine)
+    return sorted(lines, key=lambda line: (line.generation, line.monotonic_s))
 
 
 def read_agents(run_dir: Path) -> list[AgentLine]:
-    """Agents in the order in which they started."""
-    return list(_typed(_json_lines(run_dir / "agents.jsonl"), AgentLine))
+    """Agents that came to the job, by name."""
+    return list(_typed(_all_json_lines(run_dir, "agents-*.jsonl"), AgentLine))
 
 
 def read_injections(run_dir: Path) -> list[InjectionRecord]:
     """Injections that fired, by time."""
-    found: list[dict[str, Any]] = []
-    for path in sorted((run_dir / "injections").glob("*.json")):
-        found.extend(_json_lines(path))
-    return sorted(_typed(iter(found), InjectionRecord), key=lambda record: record.wall_s)
+    lines = _all_json_lines(run_dir / "injections", "*.json")
+    return sorted(_typed(lines, InjectionRecord), key=lambda record: record.wall_s)
 
 
 def read_digests(run_dir: Path) -> dict[int, RankDigests]:
     """Digests by rank, as far as ranks left any."""
-    found: list[dict[str, Any]] = []
-    for path in sorted((run_dir / "digests").glob("rank-*.json")):
-        found.extend(_json_lines(path))
-    return {digests.rank: digests for digests in _typed(iter(found), RankDigests)}
+    lines = _all_json_lines(run_dir / "digests", "rank-*.json")
+    return {digests.rank: digests for digests in _typed(lines, RankDigests)}
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    return _decoded(_lines(path))
+def _all_json_lines(folder: Path, pattern: str) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob(pattern)):
+        yield from _decoded(_lines(path))
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -66,7 +66,10 @@ def read_result(run_dir: Path) -> RunResult:
 
 
 def _append(path: Path, line: object) -> None:
-    """One write, so that lines never mix. What is lost for a full disk is a note for people, no state."""
+    """A file per member: on NFS, appends of two machines overwrite each other.
+
+    What is lost for a full disk is a note for people, no state.
+    """
     try:
         with open(path, "ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
@@ -75,12 +78,12 @@ def _append(path: Path, line: object) -> None:
 
 
 def note_agent(run_dir: Path, member: MemberId, address: str, port: int) -> None:
-    """Append a line to `agents.jsonl`: where `deadpool status` finds this agent when etcd is away."""
-    _append(run_dir / "agents.jsonl", {"member": member, "address": f"{address}:{port}"})
+    """Append a line to `agents-<member>.jsonl`: where `status` finds this agent when etcd is away."""
+    _append(run_dir / f"agents-{member}.jsonl", {"member": member, "address": f"{address}:{port}"})
 
 
 def note_worker(run_dir: Path, member: MemberId, rank: int, pid: int, generation: int, role: str) -> None:
-    """Append a line to `workers.jsonl`: this process runs as this rank from now on."""
+    """Append a line to `workers-<member>.jsonl`: this process runs as this rank from now on."""
     line = {
         "member": member,
         "rank": rank,
@@ -89,4 +92,4 @@ def note_worker(run_dir: Path, member: MemberId, rank: int, pid: int, generation
         "monotonic_s": boottime_s(),
         "role": role,
     }
-    _append(run_dir / "workers.jsonl", line)
+    _append(run_dir / f"workers-{member}.jsonl", line)

@@ -96,8 +96,9 @@ class RunFolder(ABC):
         return [event for event in self.events() if event["event"] == name]
 
     def workers(self) -> list[Event]:
-        """Worker processes in the order in which they took their ranks."""
-        return list(_json_lines(self.run_dir / "workers.jsonl"))
+        """Worker processes; of one rank in the order in which they took it."""
+        found = [line for path in self.run_dir.glob("workers-*.jsonl") for line in _json_lines(path)]
+        return sorted(found, key=lambda line: (int(line["generation"]), float(line["monotonic_s"])))
 
     def injections(self) -> list[Event]:
         """Injections that fired, by time."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deadpool.cli.compare import compare_runs
-from deadpool.cli.rundir import read_digests
+from deadpool.cli.rundir import read_digests, read_workers
 from deadpool.cli.slurm.job import submission_name
 from deadpool.cli.slurm.template import job_template
 from deadpool.testing.cluster import Event, Job, JobSpec, run_to_end
@@ -106,8 +106,8 @@ class Submitted:
 
     def node_of(self, rank: int) -> str:
         """Node on which a rank runs now."""
-        members = [json.loads(line) for line in (self.run_dir / "workers.jsonl").read_text().splitlines()]
-        return str([line["member"] for line in members if line["rank"] == rank][-1]).rpartition("-")[0]
+        members = [line.member for line in read_workers(self.run_dir) if line.rank == rank]
+        return members[-1].rpartition("-")[0]
 
     def result(self) -> dict[str, Any]:
         return dict(json.loads((self.run_dir / "result.json").read_text()))

@@ -92,7 +92,10 @@ def build_run(folder: Path, *, disturbed: bool = False) -> Path:
     events.sort(key=lambda line: float(line["wall_s"]))
     write_lines(folder / "events-h0-a.jsonl", events[::2])
     write_lines(folder / "events-h1-a.jsonl", events[1::2])
-    write_lines(folder / "workers.jsonl", workers)
+    for member in {line["member"] for line in workers}:
+        write_lines(
+            folder / f"workers-{member}.jsonl", [line for line in workers if line["member"] == member]
+        )
     return folder
 
 

@@ -106,7 +106,7 @@ def note(run_dir: Path, member: str, pid: int, monotonic_s: float | None = None)
     """This process runs as RANK from now on."""
     moment_s = boottime_s() if monotonic_s is None else monotonic_s
     line = {"member": member, "rank": RANK, "pid": pid, "generation": 1, "monotonic_s": moment_s}
-    with open(run_dir / "workers.jsonl", "a") as file:
+    with open(run_dir / f"workers-{member}.jsonl", "a") as file:
         file.write(json.dumps({**line, "role": "active"}) + "\n")
 
 
@@ -162,7 +162,7 @@ def test_a_job_under_slurm_is_named_by_its_run_folder(
 def test_a_torn_line_is_skipped(run_dir: Path, start_host: Callable[[str, Path], Host]) -> None:
     host = start_host("h0", run_dir)
     note(run_dir, "h0-aa", host.worker)
-    with open(run_dir / "workers.jsonl", "a") as file:
+    with open(run_dir / "workers-h0-aa.jsonl", "a") as file:
         file.write('{"member": "h0-a')
     assert "sigkill sent" in inject(run_dir, "sigkill")
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from deadpool.cli.report import build_report, leave_reports, print_timeline, read_report, write_report
-from deadpool.cli.rundir import merge_events, read_events
+from deadpool.cli.rundir import merge_events, read_agents, read_events, read_workers
 from deadpool.config import Config, JobConfig, RunConfig
 from deadpool.report import report_schema, status_schema
+from deadpool.runtime.result import note_agent, note_worker
 
 CONFIG = replace(Config(), job=JobConfig(nnodes=2, spares=1, job_id="j"))
 
@@ -278,6 +279,18 @@ def test_a_report_made_without_the_events_of_some_hosts_says_so(
         leave_reports(run_dir, Config(job=job, run=RunConfig(report=str(report))), 0)
         assert read_report(report).agents_seen == 2
         assert ("--run-dir" in capsys.readouterr().err) is not is_whole
+
+
+def test_agents_and_workers_of_all_hosts_are_read_from_a_file_each(tmp_path: Path) -> None:
+    for member, generation in ("h0-a", 1), ("h2-c", 2), ("h1-b", 3):  # the host h0 was lost, and then h2
+        note_agent(tmp_path, member, "127.0.0.1", generation)
+        note_worker(tmp_path, member, 0, 70 + generation, generation, "active")
+    assert [line.pid for line in read_workers(tmp_path)] == [71, 72, 73]
+    assert {line.host: line.address for line in read_agents(tmp_path)} == {
+        "h0": "127.0.0.1:1",
+        "h1": "127.0.0.1:3",
+        "h2": "127.0.0.1:2",
+    }
 
 
 def test_both_schemas_name_their_fields() -> None:

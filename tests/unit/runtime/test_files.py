@@ -23,7 +23,7 @@ from deadpool.runtime.result import (
 )
 from tests.unit.runtime.support import WAIT_S, make_view, read_events
 
-# ---- result.json, agents.jsonl, workers.jsonl ------------------------------------------------------------
+# ---- result.json, agents and workers -------------------------------------------------------------------
 
 
 def test_a_result_reads_back_as_it_was_written(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) 
     assert os.listdir(path.parent) == ["file.json"]
 
 
-def test_lines_of_many_writers_never_mix(tmp_path: Path) -> None:
+def test_lines_of_many_members_never_mix_nor_meet_in_a_file(tmp_path: Path) -> None:
     def write(member: int) -> None:
         for step in range(20):
             note_agent(tmp_path, f"h{member}", "127.0.0.1", 1000 + step)
@@ -68,12 +68,11 @@ def test_lines_of_many_writers_never_mix(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join(WAIT_S)
-    agents = read_events(tmp_path / "agents.jsonl")
-    workers = read_events(tmp_path / "workers.jsonl")
-    assert len(agents) == len(workers) == 80
-    assert {"member": "h3", "address": "127.0.0.1:1019"} in agents
-    assert {line["role"] for line in workers} == {"active"}
-    assert sorted(line["generation"] for line in workers if line["rank"] == 2) == list(range(20))
+    assert read_events(tmp_path / "agents-h3.jsonl")[19] == {"member": "h3", "address": "127.0.0.1:1019"}
+    workers = read_events(tmp_path / "workers-h2.jsonl")
+    assert {(line["member"], line["rank"], line["role"]) for line in workers} == {("h2", 2, "active")}
+    assert [line["generation"] for line in workers] == list(range(20))
+    assert len(os.listdir(tmp_path)) == 8
 
 
 # ---- records -------------------------------------------------------------------------------------------
