@@ -85,14 +85,20 @@ def why_not() -> str:
 
 
 def wait_until(look: Callable[[], _T], what: str, limit_s: float) -> _T:
-    """Return the first true value that `look` gives; fails when time is up."""
+    """Return the first true value that `look` gives; fails when time is up.
+
+    A command that fails is no answer yet: a busy slurmctld may not take a connection in time.
+    """
     deadline_s = time.monotonic() + limit_s
+    problem = ""
     while True:
-        value = look()
-        if value:
-            return value
+        try:
+            if value := look():
+                return value
+        except subprocess.SubprocessError as error:
+            problem = f"; last error: {error}"
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"no {what} within {limit_s:g} s")
+            raise TimeoutError(f"no {what} within {limit_s:g} s{problem}")
         time.sleep(POLL_S)
 
 
@@ -105,15 +111,24 @@ class Cluster:
         extra: further lines of slurm.conf.
         topology: lines of topology.conf; "" for a flat network.
         is_cuttable: give every node a network namespace.
+        timeout_s: SlurmdTimeout: a node that is silent for longer is given up.
     """
 
     def __init__(
-        self, folder: Path, n_nodes: int, *, extra: str = "", topology: str = "", is_cuttable: bool = False
+        self,
+        folder: Path,
+        n_nodes: int,
+        *,
+        extra: str = "",
+        topology: str = "",
+        is_cuttable: bool = False,
+        timeout_s: int = SLURMD_TIMEOUT_S,
     ) -> None:
         self.folder = folder
         self.nodes = [f"n{index + 1}" for index in range(n_nodes)]
         self._extra = extra
         self._topology = topology
+        self._timeout_s = timeout_s
         self._net = Namespaces(self.nodes) if is_cuttable else None
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {
@@ -267,7 +282,7 @@ class Cluster:
             controller=addresses[SWITCH],
             controller_port=ports[0],
             folder=self.folder,
-            timeout_s=SLURMD_TIMEOUT_S,
+            timeout_s=self._timeout_s,
             extra=extra,
         )
         head, partition = text.rsplit("PartitionName", 1)

@@ -71,13 +71,14 @@ class Submitted:
         """Wait for an event; a field that is a function must hold, another must be equal."""
 
         def look() -> Event | None:
+            is_queued = self.cluster.is_in_queue(self.slurm_id)  # first: it may end between the two looks
             for event in self.named(name):
                 if all(
                     want(event.get(key)) if callable(want) else event.get(key) == want
                     for key, want in fields.items()
                 ):
                     return event
-            if not self.cluster.is_in_queue(self.slurm_id):
+            if not is_queued:
                 raise AssertionError(f"no {name}, and the job has ended:\n{self.output}")
             return None
 
@@ -88,21 +89,39 @@ class Submitted:
         assert found is not None
         return found
 
+    def wait_until_registered(self, hosts: int) -> None:
+        """Wait until so many hosts have come to the job, spares included."""
+
+        def look() -> bool:
+            return len({event["member"] for event in self.named("member.registered")}) == hosts
+
+        try:
+            wait_until(look, f"{hosts} hosts", 60.0)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.output}") from error
+
     def wait_until_gone(self, limit_s: float = 120.0) -> dict[str, str]:
         """Wait until the job has left the queue; returns what Slurm then says of it."""
+        self._wait_until_not_queued(limit_s)
+        return self.cluster.show(self.slurm_id)
+
+    def check_gone_soon_after(self, phase: str) -> dict[str, str]:
+        """The job ends in this phase and leaves the queue within GONE_S; returns what Slurm then says.
+
+        The end is that of the first host, not the last View: scripts may go on for a while after `wrap`.
+        """
+        self.wait_for("view.published", phase=phase)
+        self._wait_until_not_queued()
+        gone_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        seconds = gone_s - float(self.named("run.finished")[0]["monotonic_s"])
+        assert seconds <= GONE_S, f"{seconds:.1f} s after the end\n{self.output}"
+        return self.cluster.show(self.slurm_id)
+
+    def _wait_until_not_queued(self, limit_s: float = 120.0) -> None:
         try:
             wait_until(lambda: not self.cluster.is_in_queue(self.slurm_id), "end of the job", limit_s)
         except TimeoutError as error:
             raise AssertionError(f"{error}\n{self.output}") from error
-        return self.cluster.show(self.slurm_id)
-
-    def check_gone_soon_after(self, phase: str) -> dict[str, str]:
-        """The job ends in this phase and leaves the queue within GONE_S; returns what Slurm then says."""
-        ended = self.wait_for("view.published", phase=phase)
-        shown = self.wait_until_gone()
-        seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - float(ended["monotonic_s"])
-        assert seconds <= GONE_S, f"{seconds:.1f} s after the end\n{self.output}"
-        return shown
 
     def node_of(self, rank: int) -> str:
         """Node on which a rank runs now."""

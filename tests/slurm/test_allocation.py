@@ -38,6 +38,7 @@ def job(
     with Cluster(folder / "slurm", 4, topology=TOPOLOGY) as cluster:
         job = rig.submit(cluster, folder, ("--steps", "100000", *ARGS[2:]))
         job.wait_for("snapshot.committed")
+        job.wait_until_registered(4)
         yield job
 
 

@@ -12,6 +12,7 @@ from tests.slurm.conftest import StartCluster
 
 ARGS = ("--steps", "200", "--step-s", "0.1")
 STRIKE_AT = 20
+OLD_AT = 80  # steps: at least 8 s
 
 
 def test_a_lost_node_is_replaced_by_a_spare_and_the_job_completes(
@@ -46,9 +47,11 @@ def test_the_job_outlives_its_batch_host_and_leaves_the_queue(
 def test_a_job_that_slurm_ends_because_its_batch_host_came_back_has_saved_its_newest_step(
     rig: Any, start_cluster: StartCluster, tmp_path: Path
 ) -> None:
-    cluster = start_cluster(4)
+    # It is back before Slurm gives it up, which would take it out of the job. A job that has run for longer
+    # than BatchStartTimeout and MessageTimeout, 6 s, then ends at once, for lack of its script.
+    cluster = start_cluster(4, timeout_s=30, extra="BatchStartTimeout=1")
     job = rig.submit(cluster, tmp_path, ("--steps", "100000", *ARGS[2:]))
-    job.wait_for("snapshot.committed", step=lambda step: step >= STRIKE_AT)
+    job.wait_for("snapshot.committed", step=lambda step: step >= OLD_AT)
     cluster.kill_node("n1")
     job.wait_for("liveness.gone", subject=lambda member: member.startswith("n1-"))
     newest = max(event["step"] for event in job.named("snapshot.committed"))

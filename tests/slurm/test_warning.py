@@ -18,20 +18,22 @@ ARGS = ("--steps", "80", "--step-s", "0.1")
 
 
 def warn(job: Submitted, signal: str = "TERM") -> int:
-    """Let Slurm send what `--signal` makes it send; returns the step that is saved."""
+    """Let Slurm send what `--signal` makes it send; returns a step: this one or a newer one is saved."""
     job.wait_for("snapshot.committed", step=lambda step: step >= STRIKE_AT)
-    warned_with = max(event["step"] for event in job.named("snapshot.committed"))
+    warned_with = int(max(event["step"] for event in job.named("snapshot.committed")))
     job.cluster.call("scancel", f"--signal={signal}", job.slurm_id)
     job.wait_for("checkpoint.complete", step=lambda step: step >= warned_with)
-    # Training goes on while the step is written, so newer ones may have been committed after it.
+    return warned_with
+
+
+def check_goes_on(rig: Rig, job: Submitted, again: Submitted, warned_with: int) -> None:
+    """The other submission trains on behind the newest step that was saved, bit for bit, and completes."""
+    again.wait_for("view.published")  # by then the warned one is gone, and saves nothing newer
     manifest = latest_complete(job.run_dir.parent / "checkpoints")
     assert manifest is not None, job.output
-    assert manifest.name.step in {event["step"] for event in job.named("snapshot.committed")}
-    return manifest.name.step
-
-
-def check_goes_on(rig: Rig, job: Submitted, again: Submitted, saved: int) -> None:
-    """The other submission trains on behind the saved step, bit for bit, and completes."""
+    saved = manifest.name.step
+    assert saved >= warned_with
+    assert saved in {event["step"] for event in job.named("snapshot.committed")}
     again.wait_for("view.published", phase="finished")
     shown = again.wait_until_gone()
     assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), again.output
@@ -51,12 +53,12 @@ def test_a_warned_job_saves_its_newest_committed_step_and_goes_on_from_it_as_ano
 ) -> None:
     cluster = start_cluster(4)
     job = rig.submit(cluster, tmp_path, ARGS)
-    saved = warn(job)
+    warned_with = warn(job)
     shown = job.wait_until_gone()
     assert (shown["JobState"], shown["ExitCode"]) == ("FAILED", "143:0"), job.output
     again = Submitted(cluster, tmp_path, (job.run_dir / "resubmitted").read_text().strip())
     assert again.slurm_id != job.slurm_id
-    check_goes_on(rig, job, again, saved)
+    check_goes_on(rig, job, again, warned_with)
 
 
 def test_a_task_of_an_array_without_the_callers_environment_goes_on_as_the_same_task(
@@ -69,13 +71,13 @@ def test_a_task_of_an_array_without_the_callers_environment_goes_on_as_the_same_
     sbatch = ("--array=3", "--export=NONE", "--signal=USR1@60")
     options = ("--warning-signal", "USR1")
     job = rig.submit(cluster, tmp_path, ARGS, sbatch=sbatch, setup=setup, options=options)
-    saved = warn(job, "USR1")
+    warned_with = warn(job, "USR1")
     assert job.run_dir.parent.name == f"slurm-{job.slurm_id}-3"
     shown = job.wait_until_gone()
     assert (shown["JobState"], shown["ExitCode"]) == ("FAILED", "143:0"), job.output
     again = Submitted(cluster, tmp_path, (job.run_dir / "resubmitted").read_text().strip())
     assert cluster.show(again.slurm_id)["ArrayTaskId"] == "3"
-    check_goes_on(rig, job, again, saved)
+    check_goes_on(rig, job, again, warned_with)
 
 
 def test_a_warned_job_may_go_on_under_its_own_slurm_id(
@@ -83,5 +85,5 @@ def test_a_warned_job_may_go_on_under_its_own_slurm_id(
 ) -> None:
     cluster = start_cluster(4)
     job = rig.submit(cluster, tmp_path, ARGS, options=("--requeue", "scontrol"))
-    saved = warn(job)
-    check_goes_on(rig, job, Submitted(cluster, tmp_path, job.slurm_id, restart=1), saved)
+    warned_with = warn(job)
+    check_goes_on(rig, job, Submitted(cluster, tmp_path, job.slurm_id, restart=1), warned_with)
