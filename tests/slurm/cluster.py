@@ -209,10 +209,11 @@ class Cluster:
         parents = {parent for pid in tasks if (parent := parent_of(pid)) is not None}
         steps = {parent for parent in parents if _name(parent) == "slurmstepd"}
         victims = [self._daemons[node].pid, *steps, *tasks]
-        _kill(
-            victims, signal.SIGSTOP
-        )  # nobody does anything more: each srun has a child that cancels its step
-        _kill(victims)
+        # Nobody does anything more: each srun has a child that cancels its step.
+        _kill(victims, signal.SIGSTOP)
+        # Parents last. The end of one may orphan a group of stopped processes, which the kernel continues:
+        # each srun would then cancel the step of another node.
+        _kill(victims[::-1])
         self._daemons[node].wait()
 
     def cut_node(self, node: str) -> None:
