@@ -107,7 +107,8 @@ class Peers:
         # What was observed stays: a lost leader's lease is ended at once, and the next one must hear of it.
         self.suspects &= self._known
         for member in [member for member in list(self._reaches) if member not in self._known]:
-            self._reaches.pop(member, None)
+            if not self._is_fresh(member):
+                self._reaches.pop(member, None)
         self._control.set_peers({key: value for key, value in members.items() if key != self._member})
         self._neighbours.set_members(members)
 
@@ -155,23 +156,23 @@ class Peers:
 
     def hears_none_of(self, members: Collection[MemberId]) -> bool:
         """Whether it watches some of them, and all that it watches are gone or silent."""
-        watched = set(members) & (set(self._reaches) | self.unheard())
+        watched = set(members) & (set(self._reaches) & self._known | self.unheard())
         return bool(watched) and watched <= self.unheard()
 
     def who_reaches_store(self) -> tuple[bool, bool]:
         """(some peer was heard lately, some peer heard lately reaches the control plane). Any thread.
 
-        Without another member there is nobody to be heard, who could have taken this one's place.
+        Without another member there is nobody to be heard, who could have taken this one's place. Who was
+        heard counts whether registered or not: after an outage registrations go before they come again.
         """
-        if not self._known - {self._member}:
-            return True, False
-        now_s = time.monotonic()
-        fresh = [
-            reaches
-            for seen_s, reaches in list(self._reaches.values())
-            if now_s - seen_s < self._silence_dead_s
-        ]
-        return bool(fresh), any(fresh)
+        fresh = [reaches for member, (_, reaches) in list(self._reaches.items()) if self._is_fresh(member)]
+        is_alone = not self._known - {self._member}
+        return bool(fresh) or is_alone, any(fresh)
+
+    def _is_fresh(self, member: MemberId) -> bool:
+        """Whether a heartbeat of it came lately."""
+        seen_s, _ = self._reaches.get(member, (float("-inf"), False))
+        return time.monotonic() - seen_s < self._silence_dead_s
 
     # ---- observations --------------------------------------------------------------------------------
 

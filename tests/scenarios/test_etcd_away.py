@@ -127,6 +127,40 @@ def test_training_goes_on_while_etcd_is_away_and_all_are_members_again_afterward
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("is_leader", [True, False], ids=["the leader", "another host"])
+def test_a_host_that_is_lost_while_etcd_stands_still_is_replaced_once_it_is_back_and_no_other_is(
+    rig: Any, by_hand: ByHand, etcd: EmbeddedEtcd, is_leader: bool
+) -> None:
+    """All leases have run out by then: etcd ends them at once, and the hosts that live register again."""
+    args = ("--steps", "200")
+    job = by_hand((etcd.endpoint,), args, nnodes=HOSTS, limit_s=160.0)
+    job.start_host()
+    job.wait_for(lambda event: event["event"] == "leader.elected", "a leader, which gets a slot")
+    for _ in range(HOSTS):
+        job.start_host()
+    job.wait_until(lambda: len(job.named("member.registered")) == HOSTS + 1, "all hosts")
+    job.wait_for(lambda event: event["event"] == "snapshot.committed" and event["step"] >= 5, "commit")
+    (leader,) = {event["member"] for event in job.named("leader.elected")}
+    ranks = {line["member"]: line["rank"] for line in job.workers()}
+    struck = next(rank for member, rank in ranks.items() if (member == leader) == is_leader)
+    victim = next(host for host in job.hosts if host.pid == job.agent_of(struck))
+    os.kill(etcd.pid, signal.SIGSTOP)
+    victim.kill()
+    try:
+        time.sleep(AWAY_S)  # the outage
+    finally:
+        os.kill(etcd.pid, signal.SIGCONT)
+    done = job.wait_for(lambda event: event["event"] == "recovery.done", "recovery")
+    codes = job.wait()
+    assert codes.pop(victim.pid) == -signal.SIGKILL
+    assert set(codes.values()) == {0}, job.output[-4000:]
+    assert len(done["replaced"]) == 1
+    assert not job.named("member.fenced")
+    rig.check_trace(job, args, world_size=HOSTS)
+    rig.check_survivors(job, replaced={struck}, world_size=HOSTS)
+
+
+@pytest.mark.full
 def test_sigterm_saves_the_newest_step_although_etcd_is_away_and_every_lease_has_run_out(
     by_hand: ByHand, etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:

@@ -285,6 +285,18 @@ def test_heartbeats_say_who_reaches_the_control_plane(make_hosts: MakeHosts) -> 
     wait_until(lambda: a.peers.who_reaches_store() == (True, True), "c, which is not")
 
 
+def test_a_peer_that_is_heard_counts_although_its_registration_has_gone(make_hosts: MakeHosts) -> None:
+    """After an outage of etcd registrations go before they come again; that of a lost host may go last."""
+    a, b, c = make_hosts("a", "b", "c", liveness=PATIENT)
+    b.peers.start_watching()
+    wait_until(lambda: a.peers.who_reaches_store() == (True, True), "heartbeats of b")
+    a.peers.set_members({"a": a.member, "c": c.member})
+    assert a.peers.who_reaches_store() == (True, True)
+    b.peers.close()
+    wait_until(lambda: a.peers.who_reaches_store() == (False, False), "b is heard no more")
+    assert not a.peers.hears_none_of({"b", "c"})
+
+
 def test_the_status_of_a_host_is_answered_on_its_control_port(make_hosts: MakeHosts) -> None:
     (a,) = make_hosts("a")
     with dial(a.member.control_port) as (_, channel):
