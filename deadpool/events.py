@@ -13,11 +13,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+
+from deadpool.outlet import Outlet
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +123,9 @@ class EventLog:
     """Appends events to one file; safe to call from any thread of one process.
 
     A failing disk must not end a training run, so a line that cannot be written is counted, said once, and
-    dropped. With `strict`, a name that is not in the catalogue or a field that is not plain JSON raises;
-    without, it is written as text: a slip in a seldom path must not end a run either.
+    dropped; one that hangs is waited for a moment only. With `strict`, a name that is not in the catalogue or
+    a field that is not plain JSON raises; without, it is written as text: a slip in a seldom path must not
+    end a run either.
 
     Args:
         path: file to append to; its folder is made. None: nothing is written.
@@ -145,9 +148,10 @@ class EventLog:
         self._member = member
         self._console = console
         self._strict = strict
-        self._lock = threading.Lock()
         self._lost_lines = 0
         self._fd = -1
+        self._folder = Outlet("run-folder")
+        self._shown = Outlet("console")
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -155,7 +159,7 @@ class EventLog:
     @property
     def lost_lines(self) -> int:
         """Lines that could not be written."""
-        return self._lost_lines
+        return self._lost_lines + self._folder.n_lost
 
     def emit(self, name: str, *, generation: int = 0, **fields: FieldValue) -> None:
         """Log one event now.
@@ -180,31 +184,45 @@ class EventLog:
             "wall_s": round(time.time(), 6),
             **{key: value for key, value in fields.items() if key not in _RESERVED},
         }
-        self._write(json.dumps(line, default=str).encode() + b"\n")
+        if self._fd >= 0:
+            self._folder.do(partial(self._write, json.dumps(line, default=str).encode() + b"\n"))
         template = _CONSOLE.get(name)
         if template is not None and self._console is not None:
+            self._shown.do(partial(self._show, _format(template, {"generation": generation, **fields})))
+
+    def note(self, work: Callable[[], None]) -> None:
+        """Do another write to the run folder, in its turn behind the events.
+
+        Args:
+            work: must not raise.
+        """
+        self._folder.do(work)
+
+    def close(self) -> None:
+        """Close the file; later events reach nobody."""
+        self._folder.do(self._close)
+        for outlet in (self._folder, self._shown):
+            outlet.close()
+
+    def _write(self, data: bytes) -> None:
+        try:
+            os.write(self._fd, data)  # one write with O_APPEND: lines of two processes never mix
+        except OSError as error:
+            self._lost_lines += 1
+            if self._lost_lines == 1:
+                logger.warning("events are being lost: %s", error)
+
+    def _show(self, line: str) -> None:
+        if self._console is not None:
             try:
-                self._console(_format(template, {"generation": generation, **fields}))
+                self._console(line)
             except OSError:  # a full disk, or a reader that is gone, ends no agent; the file has the event
                 self._console = None
 
-    def close(self) -> None:
-        """Close the file; later events reach only the console."""
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
-
-    def _write(self, data: bytes) -> None:
-        with self._lock:
-            if self._fd < 0:
-                return
-            try:
-                os.write(self._fd, data)  # one write with O_APPEND: lines of two processes never mix
-            except OSError as error:
-                self._lost_lines += 1
-                if self._lost_lines == 1:
-                    logger.warning("events are being lost: %s", error)
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class _Unknown:

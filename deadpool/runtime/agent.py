@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ class Agent:
         self.lease.start()
         self.log.emit("member.registered", host=self.host_label, granted_ttl_s=self.lease.granted_ttl_s)
         self.watch = self.registry.watch(lambda event: self.post(self._on_registry, event))
-        note_agent(self.run_dir, self.id, self.address, self._control_port)
+        self.log.note(partial(note_agent, self.run_dir, self.id, self.address, self._control_port))
         self.peers.start_watching()
 
     def _start_servers(self) -> None:
@@ -428,8 +429,8 @@ class Agent:
             for rank in self.stalls.frozen():
                 self.workforce.kill_rank(rank, "its process is stopped")  # it cannot close anything
         self.host.on_view(view)
+        self.leadership.on_view(view)
         if view.phase is Phase.RUNNING:
-            self.leadership.on_running(view)
             self.stalls.start(self.host.ranks())
         else:
             self.stalls.stop()

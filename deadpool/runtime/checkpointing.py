@@ -37,6 +37,7 @@ from deadpool.store.segment import Segment, SegmentKind
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 10.0
+FIND_S = 20.0  # 10,000 shards are opened in a few seconds
 REPEAT_S = 5.0
 WRITES_AT_ONCE = 2
 REPEATS = 4  # of the word that a shard is durable: the message, or the leader that heard it, may be lost
@@ -151,10 +152,32 @@ class CheckpointTier:
         return self.complete is not None and self.complete >= name
 
     def find(self) -> Name | None:
-        """The newest complete checkpoint in the folder."""
-        manifest = latest_complete(self.root)
-        self.complete = None if manifest is None else manifest.name
+        """The newest complete checkpoint in the folder.
+
+        Of a folder that hangs, the newest that is known here: a recovery does not wait for it. `completed` is
+        called if it answers later.
+        """
+        found: list[Name | None] = []
+
+        def look() -> None:
+            try:
+                manifest = latest_complete(self.root)
+            except OSError as error:
+                logger.warning("%s cannot be searched for checkpoints: %s", self.root, error)
+                return
+            found.append(None if manifest is None else manifest.name)
+            self._post(self._on_found, found[0])
+
+        self._start(look, "checkpoint-find").join(FIND_S)
+        if found:
+            self.complete = found[0]
+        else:
+            logger.warning("%s does not answer: going on without what it holds", self.root)
         return self.complete
+
+    def _on_found(self, name: Name | None) -> None:
+        if name is not None and (self.complete is None or name > self.complete):
+            self._note_complete(name)
 
     def load(self, rank: int, name: Name, segment: Segment, bank: int, once: OnceArea) -> int:
         """Read a rank's shard into a bank that was begun; returns the blob's length. Any thread.
@@ -210,11 +233,12 @@ class CheckpointTier:
         except OSError as error:
             raise SnapshotError(f"the shard of rank {rank} in {self.root} cannot be read: {error}") from error
 
-    def _start(self, work: Callable[[], None], name: str) -> None:
+    def _start(self, work: Callable[[], None], name: str) -> threading.Thread:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=work, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
+        return thread
 
     def _save(self, rank: int, name: Name, copy: Callable[[], Parts]) -> None:
         if (rank, name) not in self._begun:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -100,7 +101,8 @@ class Ending:
         self.view = view
         self._callbacks.begun()
         pids = [self._callbacks.pid_of(member) for member in view.slots]
-        write_result(self._run_dir, view, [pid for pid in pids if pid is not None])
+        final = [pid for pid in pids if pid is not None]
+        self._log.note(partial(write_result, self._run_dir, view, final))
         if view.phase is Phase.FINISHED:
             self._workforce.finish(view.generation)
         else:

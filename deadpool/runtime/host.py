@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 from deadpool.core.types import (
     Ack,
@@ -44,6 +45,7 @@ from deadpool.runtime.once_areas import OnceAreas, segment_layout
 from deadpool.runtime.parts import HostParts, first_name
 from deadpool.runtime.restoring import Restoring, restore_extra_s
 from deadpool.runtime.result import note_worker
+from deadpool.runtime.waits import tell_view
 from deadpool.runtime.workforce import Worker, WorkerState
 
 RESPAWNS_OF_PARKED = 2  # a spare whose worker does not come up so often is broken
@@ -115,7 +117,7 @@ class Host:
         self._parts.log.emit(
             "view.adopted", generation=view.generation, phase=view.phase.value, reason=view.reason
         )
-        if text := _tell(view):
+        if text := tell_view(view):
             self._parts.log.emit("view.told", generation=view.generation, text=text)
         match view.phase:
             case Phase.FORMING:
@@ -302,7 +304,8 @@ class Host:
         )
         role = "rehearsal" if rehearse else "promoted" if once else "active"
         if not rehearse:
-            note_worker(self._parts.run_dir, self._member.id, rank, worker.handle.pid, view.generation, role)
+            who = (self._member.id, rank, worker.handle.pid, view.generation, role)
+            self._parts.log.note(partial(note_worker, self._parts.run_dir, *who))
         self._parts.log.emit(
             "worker.assigned", generation=view.generation, rank=rank, pid=worker.handle.pid, role=role
         )
@@ -486,14 +489,3 @@ class Host:
             self._check_quiet()  # "rank r lost, copies kept": said in the ack
             return
         self._faults.lost(worker, cause)
-
-
-def _tell(view: View) -> str:
-    """What an operator should hear of a View: not what passes by, nor the end, which says so itself."""
-    match view.phase:
-        case Phase.FORMING | Phase.ABORTING | Phase.STALLED:
-            return f"{view.phase.value}: {view.reason}"
-        case Phase.RUNNING:
-            return "running" if view.rollback is None else f"running, after step {view.rollback.step}"
-        case _:
-            return ""

@@ -114,6 +114,7 @@ class Leader:
         quarantined: tuple[str, ...],
         checkpoint: Name | None,
         ran_with: tuple[MemberId, ...] = (),
+        stopped_s: float = 0.0,
     ) -> None:
         """Take over: read the View and everything acked under it.
 
@@ -122,6 +123,7 @@ class Leader:
             quarantined: hosts that get no slot.
             checkpoint: the newest complete one.
             ran_with: slots of the View under which this agent last saw the job run.
+            stopped_s: monotonic time since when it has not seen it run; 0 if it has.
         """
         view, self._revision = self._registry.view()
         self._feed(
@@ -134,7 +136,7 @@ class Leader:
             )
         )
         if view is not None:
-            self._timeline.resume(view, ran_with)
+            self._timeline.resume(view, ran_with, stopped_s)
             for fault in self._registry.faults(view.generation):
                 self.fault(fault)
             for ack in self._registry.acks(view.generation):

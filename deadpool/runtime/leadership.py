@@ -12,7 +12,7 @@ from collections.abc import Callable
 from deadpool.config import Config
 from deadpool.core import membership
 from deadpool.core.silence import Silences
-from deadpool.core.types import MemberId, Name, View
+from deadpool.core.types import MemberId, Name, Phase, View
 from deadpool.errors import LeaseLost, StoreUnavailable
 from deadpool.events import EventLog
 from deadpool.membership.records import Term
@@ -61,6 +61,7 @@ class Leadership:
         self._growth = Growth(config.membership.grow_command, config.job.spares > 0, log)
         self._next_try_s = 0.0
         self._ran_with: tuple[MemberId, ...] = ()
+        self._stopped_s = 0.0  # when the job left RUNNING; 0 while it runs
         self._replaced: tuple[MemberId, ...] = ()  # by the newest recovery that replaced anybody
         self._silences = Silences()  # judged here only if they concern the leader
 
@@ -100,8 +101,12 @@ class Leadership:
         self._drop("the leadership key is gone")
         self._next_try_s = 0.0
 
-    def on_running(self, view: View) -> None:
-        """The job runs: should this agent come to lead in the next recovery, it knows who was there."""
+    def on_view(self, view: View) -> None:
+        """Should this agent come to lead in a recovery, it knows who ran before, and until when."""
+        if view.phase is not Phase.RUNNING:
+            self._stopped_s = self._stopped_s or time.monotonic()
+            return
+        self._stopped_s = 0.0
         self._replaced = _without(self._ran_with, view.slots) or self._replaced
         self._ran_with = view.slots
 
@@ -156,7 +161,9 @@ class Leadership:
         self.leader_id = self._member
         self._log.emit("leader.elected", term=term)
         quarantined = tuple(each.host for each in self._registry.quarantined())
-        leader.start(self._registry.members(), quarantined, self._find_checkpoint(), self._ran_with)
+        leader.start(
+            self._registry.members(), quarantined, self._find_checkpoint(), self._ran_with, self._stopped_s
+        )
 
     def _drop(self, why: str) -> None:
         if self.leader is not None:

@@ -28,16 +28,18 @@ class Timeline:
         self._finished_step = 0  # before this recovery; an attempt that had restored goes back behind it
         self._slots: tuple[MemberId, ...] = ()  # of the View under which the job last ran
 
-    def resume(self, view: View, ran_with: tuple[MemberId, ...]) -> None:
+    def resume(self, view: View, ran_with: tuple[MemberId, ...], stopped_s: float) -> None:
         """This leader takes over under `view`, and goes on with the recovery that may be under way.
 
         Args:
             view: the View.
             ran_with: slots of the one under which this agent last saw the job run.
+            stopped_s: monotonic time since when this agent has not seen the job run; 0 if it has.
         """
         self._slots = view.slots if view.phase is Phase.RUNNING else ran_with
         if view.phase in (Phase.ABORTING, Phase.RESTORING, Phase.STALLED):
-            self._began_s = self._phase_s = time.monotonic()
+            self._phase_s = time.monotonic()
+            self._began_s = stopped_s or self._phase_s
 
     def fault(self, fault: Fault, host: str) -> None:
         """A fault was reported; the View that answers it follows."""

@@ -1,4 +1,4 @@
-"""Says what a host waits for when it takes long."""
+"""What an operator hears of a View, and of waits that take long."""
 
 from __future__ import annotations
 
@@ -67,3 +67,14 @@ class LongWaits:
                 limit_s = self._config.membership.spare_wait_s
                 return f"a spare host (the job ends after {limit_s:g} s without one)"
         return ""
+
+
+def tell_view(view: View) -> str:
+    """What an operator should hear of a View: not what passes by, nor the end, which says so itself."""
+    match view.phase:
+        case Phase.FORMING | Phase.ABORTING | Phase.STALLED:
+            return f"{view.phase.value}: {view.reason}"
+        case Phase.RUNNING:
+            return "running" if view.rollback is None else f"running, after step {view.rollback.step}"
+        case _:
+            return ""

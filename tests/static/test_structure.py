@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "deadpool"
 
 LEVELS = (
-    ("core", "errors", "words"),
+    ("core", "errors", "outlet", "words"),
     ("config", "events", "ports", "report"),
     ("snapshot", "store", "liveness", "membership", "communicator"),
     ("testing",),

@@ -83,6 +83,7 @@ def test_chosen_events_give_one_short_line_even_with_fields_missing(tmp_path: Pa
     log.emit("recovery.done", generation=3)
     log.emit("liveness.silent", subject="h1", age_s="long")
     log.emit("snapshot.committed", generation=1, step=3)
+    log.close()
     assert shown == [
         "recovered in 1.23 s: back to step 6 (replica), 0 steps lost",
         "recovered in ? s: back to step ? (?), ? steps lost",

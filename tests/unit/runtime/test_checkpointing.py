@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -246,6 +247,24 @@ def test_the_newest_complete_checkpoint_is_found_and_none_is_loaded_in_the_place
     assert not job.hosts[1].tier.is_durable(twelve)
     with pytest.raises(SnapshotError, match="step 12"):
         job.hosts[1].load(twelve, job.hosts[1].segment(), 1)
+
+
+def test_a_folder_that_hangs_is_not_waited_for_and_heard_when_it_answers(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe in the place of a manifest: who opens it waits for a writer."""
+    monkeypatch.setattr(checkpointing, "FIND_S", 0.2)
+    job.save(FIVE)
+    hanging = folder_of(job.root, NINE)
+    hanging.mkdir()
+    os.mkfifo(hanging / "manifest.json")
+    assert job.leader.tier.find() == FIVE  # it has completed it
+    assert job.hosts[1].tier.find() is None
+    job.loop.run_posted()
+    assert job.hosts[1].completed == []
+    (hanging / "manifest.json").write_text("no manifest")  # both go on
+    job.loop.run_until(lambda: job.hosts[1].completed == [FIVE], "the answer")
+    assert job.leader.completed == [FIVE]
 
 
 def test_a_capture_may_overwrite_the_bank_as_soon_as_it_is_copied(job: Job) -> None:

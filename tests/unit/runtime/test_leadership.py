@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -255,15 +255,16 @@ def test_every_agent_knows_whom_the_newest_recovery_replaced(job: Job, a: Candid
     _run(job, a)
     running = job.view()
     for each in (a, c):
-        each.leadership.on_running(running)
+        each.leadership.on_view(running)
         assert each.leadership.replaced(running.slots) == ()
     a.leadership.on_silent(_silent("a", "b", gone=True))
     recovering = job.view()
     assert recovering.slots == ("a", "c")
+    c.leadership.on_view(recovering)
     assert c.leadership.replaced(recovering.slots) == ("b",)  # the recovery goes on
-    c.leadership.on_running(recovering)
+    c.leadership.on_view(replace(recovering, phase=Phase.RUNNING))
     assert c.leadership.replaced(recovering.slots) == ("b",)  # it is over
-    c.leadership.on_running(recovering)
+    c.leadership.on_view(replace(recovering, phase=Phase.RUNNING))
     assert c.leadership.replaced(recovering.slots) == ("b",)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,14 @@ def test_steps_are_lost_also_where_an_attempt_had_restored_before_the_one_that_r
     assert [summary["lost_steps"] for summary in kept] == [5, 0]
     done = read_events(tmp_path / "events.jsonl", "recovery.done")
     assert [event["lost_steps"] for event in done] == [5, 0]
+
+
+def test_a_leader_that_takes_over_counts_from_when_the_job_stopped(tmp_path: Path) -> None:
+    kept: list[dict[str, Any]] = []
+    log = open_log(tmp_path / "events.jsonl")
+    timeline = Timeline(log, lambda generation, summary: kept.append(summary))
+    restoring = make_view(SLOTS, generation=2, phase=Phase.RESTORING, rollback=Name(step=5, generation=1))
+    timeline.resume(restoring, SLOTS, time.monotonic() - 100.0)
+    run(timeline, 2, Name(step=5, generation=1))
+    log.close()
+    assert 100.0 <= kept[0]["seconds"] < 160.0

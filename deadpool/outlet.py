@@ -1,0 +1,80 @@
+"""Writes that may hang, on a thread of their own: a shared folder or a terminal can stand still for minutes.
+
+The agent's main thread decides about the recovery of the job; it must not stand still with them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+PATIENCE_S = 1.0
+"""A write that takes longer is not waited for, nor is any other until all have caught up."""
+
+MOST_WAITING = 10_000
+"""Writes that wait, of a few hundred bytes each; what comes then is lost."""
+
+CLOSE_S = 5.0
+
+
+class Outlet:
+    """Does what it is given, in order. Usually it is done when `do` returns. Safe to call from any thread.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.n_lost = 0  # left out, for too many waited
+        self._name = name
+        self._changed = threading.Condition()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._n_given = 0
+        self._n_done = 0
+        self._is_behind = False
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Do this in its turn, and wait a moment for it; after `close`, not at all.
+
+        Args:
+            work: must not raise.
+        """
+        with self._changed:
+            if self._is_closed or len(self._waiting) >= MOST_WAITING:
+                self.n_lost += 1
+                return
+            if self._thread is None:
+                # A daemon: a process must be able to end although what it writes to hangs.
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._waiting.append(work)
+            self._n_given += 1
+            number = self._n_given
+            self._changed.notify_all()
+            if not self._is_behind:
+                self._is_behind = not self._changed.wait_for(lambda: self._n_done >= number, PATIENCE_S)
+
+    def close(self) -> None:
+        """Do what waits, for CLOSE_S at most."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if not self._waiting:
+                    return
+                work = self._waiting.popleft()
+            work()
+            with self._changed:
+                self._n_done += 1
+                if not self._waiting:
+                    self._is_behind = False
+                self._changed.notify_all()
