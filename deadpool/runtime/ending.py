@@ -220,7 +220,8 @@ class Ending:
         self._flush_from = self._flush_from or protected
         ranks, view = self._callbacks.ranks(), self._callbacks.job_view()
         checkpoints.save(ranks, protected)
-        if view is not None and ranks:
+        # Who has left because all is durable is no orphan.
+        if view is not None and ranks and not checkpoints.is_durable(self._flush_from):
             unheard = self._callbacks.unheard()
             slots = [slot for slot, member in enumerate(view.slots) if member in unheard]
             orphans = [rank for slot in slots for rank in view.ranks_of_slot(slot)]

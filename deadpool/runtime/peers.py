@@ -113,7 +113,7 @@ class Peers:
         self._neighbours.set_members(members)
 
     def stop_judging(self) -> None:
-        """The job has ended: hosts that leave are no news."""
+        """The end has begun: hosts that leave are no news. Who is `unheard` is still known."""
         self._is_over = True
 
     def repeat_observations(self) -> None:
@@ -190,9 +190,11 @@ class Peers:
 
     def _observe(self, peer: MemberId, gone: bool) -> None:
         """This host's own observation: said to all, because the silent one may be the leader."""
-        if peer not in self._known or peer in self._gone or self._is_over:
+        if peer not in self._known or peer in self._gone:
             return
         (self._gone if gone else self._silent).add(peer)
+        if self._is_over:
+            return  # kept all the same: whose copies are saved at the end depends on it
         if gone:
             self._log.emit("liveness.gone", subject=peer)
         else:

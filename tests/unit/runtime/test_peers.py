@@ -200,6 +200,7 @@ def test_after_the_end_of_the_job_hosts_that_leave_are_no_news(make_hosts: MakeH
     a.peers.stop_judging()
     b.peers.close()
     loop.run_posted()
+    loop.run_until(lambda: a.peers.unheard() == {"b"}, "a knows, for it may have to save what b had")
     refused = loop.n_run + 3
     loop.run_until(lambda: loop.n_run >= refused, "refusals were looked into")
     assert a.observations == []
