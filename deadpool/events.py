@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from deadpool.outlet import Outlet
+from deadpool.outlet import Outlet, print_error
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,8 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "worker.summary": "At the end; rank, steps, step_p50_s, step_p90_s, step_p99_s, step_max_s.",
     }
 )
+
+FOLDER_CLOSE_S = 30.0  # how the job ended may be among what waits
 
 RECOVERY_PHASES = ("detect", "abort", "agree", "fetch", "rebuild", "restore", "first_step")
 """Phases of a recovery's timeline, in order; `recovery.phase` names one of them."""
@@ -190,6 +192,10 @@ class EventLog:
         if template is not None and self._console is not None:
             self._shown.do(partial(self._show, _format(template, {"generation": generation, **fields})))
 
+    def say(self, text: str) -> None:
+        """Print text on standard error, in its turn behind the events' lines."""
+        self._shown.do(partial(print_error, text))
+
     def note(self, work: Callable[[], None]) -> None:
         """Do another write to the run folder, in its turn behind the events.
 
@@ -201,8 +207,8 @@ class EventLog:
     def close(self) -> None:
         """Close the file; later events reach nobody."""
         self._folder.do(self._close)
-        for outlet in (self._folder, self._shown):
-            outlet.close()
+        self._folder.close(FOLDER_CLOSE_S)
+        self._shown.close()
 
     def _write(self, data: bytes) -> None:
         try:

@@ -5,9 +5,17 @@ The agent's main thread decides about the recovery of the job; it must not stand
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
+
+logger = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0
 """A write that takes longer is not waited for, nor is any other until all have caught up."""
@@ -47,9 +55,10 @@ class Outlet:
                 self.n_lost += 1
                 return
             if self._thread is None:
-                # A daemon: a process must be able to end although what it writes to hangs.
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                # A daemon: see `end_process`.
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
             self._waiting.append(work)
             self._n_given += 1
             number = self._n_given
@@ -57,13 +66,13 @@ class Outlet:
             if not self._is_behind:
                 self._is_behind = not self._changed.wait_for(lambda: self._n_done >= number, PATIENCE_S)
 
-    def close(self) -> None:
-        """Do what waits, for CLOSE_S at most."""
+    def close(self, limit_s: float | None = None) -> None:
+        """Do what waits, for CLOSE_S or `limit_s` at most."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(CLOSE_S)
+            self._thread.join(CLOSE_S if limit_s is None else limit_s)
 
     def _run(self) -> None:
         while True:
@@ -72,9 +81,47 @@ class Outlet:
                 if not self._waiting:
                     return
                 work = self._waiting.popleft()
-            work()
+            try:
+                work()
+            except Exception:  # one that fails must not keep all others back
+                logger.exception("a write of %s failed", self._name)
             with self._changed:
                 self._n_done += 1
                 if not self._waiting:
                     self._is_behind = False
                 self._changed.notify_all()
+
+
+class OutletHandler(logging.Handler):
+    """Log lines on standard error, which may be a terminal that somebody has stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._outlet = Outlet("log")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._outlet.do(partial(print_error, self.format(record)))
+
+
+def print_error(line: str) -> None:
+    """Print on standard error, if that can be."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process with this code, whatever its output leads to.
+
+    The interpreter flushes standard output and error at its end. Where that fails, as on a full disk, it
+    changes the code to 120; where it hangs, so does the process.
+    """
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(CLOSE_S)
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

@@ -5,6 +5,7 @@ The spec, the plan and the act are in `deadpool.testing.faults`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from pathlib import Path
@@ -114,7 +115,8 @@ def _find_worker(run_dir: Path, rank: int) -> tuple[int, int]:
         raise ConfigError(
             [
                 f"no live worker of rank {rank} on this machine: it last ran on host {host}, as process "
-                f"{newest.pid}; if that is another machine, run this there"
+                f"{newest.pid}; if that is another machine, run this there (a process that has given itself "
+                "a title with setproctitle cannot be told apart from others, and is left alone)"
             ]
         )
     return newest.pid, agent_pid
@@ -140,6 +142,7 @@ def _handover(pid: int, name: str) -> dict[str, Any]:
         return {}
     for each in environment:
         if each.startswith(f"{name}=".encode()):
-            found: dict[str, Any] = json.loads(each.partition(b"=")[2])
-            return found
+            with contextlib.suppress(ValueError):  # a title was written over it
+                found: dict[str, Any] = json.loads(each.partition(b"=")[2])
+                return found
     return {}

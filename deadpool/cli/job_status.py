@@ -64,7 +64,9 @@ def assemble_status(
     copies = max((agent.replication_factor for agent in current), default=0)
     finished = [rank.finished_step for rank in ranks if rank.finished_step is not None]
     degraded = dict.fromkeys(reason for agent in current for reason in agent.degraded)
-    leader = next((agent.leader for agent in current if agent.leader), "")
+    # Who does not reach etcd may not have heard that another leads.
+    knowing = sorted((agent for agent in current if agent.leader), key=lambda agent: not agent.reaches_store)
+    leader = next((agent.leader for agent in knowing), "")
     return JobStatus(
         job_id=job_id,
         control_plane="reachable" if is_reachable else "unreachable",

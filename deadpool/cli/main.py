@@ -15,6 +15,7 @@ from deadpool.cli.options import CONTEXT_SETTINGS, with_run_options
 from deadpool.cli.slurm.commands import app as slurm_app
 from deadpool.config import Config
 from deadpool.errors import ConfigError, DeadPoolError, ExitCode, IntegrationError, StoreUnavailable
+from deadpool.outlet import end_process
 
 _app = typer.Typer(
     name="deadpool",
@@ -28,22 +29,29 @@ _app = typer.Typer(
 
 def app() -> NoReturn:
     """Entry point of the console script and of `python -m deadpool`."""
+    end_process(_code_of(_app))
+
+
+def _code_of(command: Callable[[], object]) -> int:
+    """Run the command; returns its exit code."""
     try:
-        _app()
+        command()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except ConfigError as error:
         for problem in error.problems:
             _complain(problem)
-        sys.exit(ExitCode.BAD_INPUT)
+        return int(ExitCode.BAD_INPUT)
     except IntegrationError as error:
         _complain(str(error))
-        sys.exit(ExitCode.BAD_INPUT)
+        return int(ExitCode.BAD_INPUT)
     except StoreUnavailable as error:
         _complain(f"control plane unreachable: {error}")
-        sys.exit(ExitCode.CONTROL_PLANE_UNREACHABLE)
+        return int(ExitCode.CONTROL_PLANE_UNREACHABLE)
     except DeadPoolError as error:
         _complain(str(error))
-        sys.exit(ExitCode.USER_ERROR)
-    sys.exit(ExitCode.FINISHED)
+        return int(ExitCode.USER_ERROR)
+    return int(ExitCode.FINISHED)
 
 
 def _complain(text: str) -> None:

@@ -30,6 +30,8 @@ from deadpool.runtime.result import RunResult, read_result
 DEADLINE_S = 2.4  # the command itself answers within 3 s, start included
 _STORE_TIMEOUT_S = 1.4  # etcd's share of the deadline: agents that only it knows are asked after it
 _LAST_ANSWERS_S = 0.7  # left for agents that only etcd knew: measured for 1,250 that answer in 5 ms
+_FEW_ANSWERS_S = 0.3  # the same where the run folder has named most of them
+_FOLDER_S = 0.3  # for a run folder, which may hang
 _REASON_MARGIN_S = 0.4  # so that the store's own reason arrives before we give up on it
 
 T = TypeVar("T")
@@ -78,25 +80,29 @@ def gather_status(job: JobFile) -> tuple[JobStatus, str]:
     """
     deadline_s = time.monotonic() + DEADLINE_S
     inquiry = Inquiry(deadline_s)
-    members = {agent.address: agent.member for agent in read_agents(Path(job.run_dir))}
+    folder = _Question(partial(read_agents, Path(job.run_dir)))
+    members = {agent.address: agent.member for agent in folder.wait(time.monotonic() + _FOLDER_S) or ()}
     if job.token:  # agents do not answer without it
         inquiry.ask(members, job.token)
     # gRPC takes a third of a second to import, more on a busy machine: that is not etcd's silence.
     import_module("deadpool.membership.etcd")
     store = _Question(partial(_ask_store, job))
-    found = store.wait(min(time.monotonic() + _STORE_TIMEOUT_S, deadline_s - _LAST_ANSWERS_S))
+    asked_s = time.monotonic()
+    left_s = _FEW_ANSWERS_S if job.token else _LAST_ANSWERS_S
+    found = store.wait(min(asked_s + _STORE_TIMEOUT_S, deadline_s - left_s))
+    waited_s = time.monotonic() - asked_s
     answer = found or StoreAnswer()
     registered = {f"{each.address}:{each.control_port}": each.id for each in answer.members}
     inquiry.ask(registered if not job.token else registered.keys() - members, job.token or answer.token)
     members.update(registered)
     agents = {reply.member: reply for reply in inquiry.answers()}
-    asked = {members[address] for address in inquiry.asked} | agents.keys()
-    result = _result(job)
+    asked = {members[address] for address in list(inquiry.asked)} | agents.keys()
+    result = _Question(partial(_result, job)).wait(time.monotonic() + _FOLDER_S)
     if result is not None and not agents and not answer.members:
         return ended_status(job.job_id, result), ""
     problem = ""
     if found is None:
-        problem = store.problem or f"no answer from {', '.join(job.etcd)} within {_STORE_TIMEOUT_S:g} s"
+        problem = store.problem or f"no answer from {', '.join(job.etcd)} within {waited_s:.1f} s"
         if job.pid and not is_running(job.pid):
             problem += f"; the launcher of the job (pid {job.pid}) has ended"
     elif not answer.members and answer.view is None and not agents:

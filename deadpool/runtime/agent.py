@@ -243,7 +243,7 @@ class Agent:
         self.protection_log = ProtectionLog(
             self.log,
             self.config.checkpoint.every,
-            save=lambda name: self.checkpoints.save_periodic(self.host.ranks(), name),
+            save=lambda name, index: self.checkpoints.save_periodic(self.host.ranks(), name, index),
             generation=self._generation,
         )
         self._pusher = HolderPusher(

@@ -15,6 +15,7 @@ from types import FrameType
 from deadpool.config import Config
 from deadpool.errors import ConfigError, DeadPoolError, ExitCode, Fenced, StoreUnavailable
 from deadpool.liveness.health import check_health
+from deadpool.outlet import OutletHandler
 from deadpool.runtime.agent import Agent
 from deadpool.runtime.descriptors import raise_descriptor_limit
 from deadpool.runtime.ending import STORE_LIMIT_S, Replaced
@@ -49,7 +50,8 @@ def run_agent(
     Returns:
         The exit code.
     """
-    logging.basicConfig(level=logging.WARNING, format=f"[{host}] %(levelname)s %(name)s: %(message)s")
+    lines = f"[{host}] %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=lines, handlers=[OutletHandler()])
     current: list[Agent] = []
     received: list[int] = []
 

@@ -2,7 +2,7 @@
 
 A shard is written from a private copy of its bank, in a thread of its own: slow storage never holds a bank,
 and so never holds back a capture. The copy costs one snapshot of memory while it is written; so of a storage
-that hangs, no more than WRITES_AT_ONCE periodic checkpoints wait for it.
+that hangs, no more than two periodic checkpoints wait for it (deadpool/core/pace.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from deadpool.core.pace import Pace, choose
 from deadpool.core.types import Name
 from deadpool.errors import ConfigError, LayoutMismatch, SnapshotError
 from deadpool.events import EventLog
@@ -39,8 +40,10 @@ logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 10.0
 FIND_S = 20.0  # 10,000 shards are opened in a few seconds
 REPEAT_S = 5.0
-WRITES_AT_ONCE = 2
+DURABLE_S = 0.5  # a look at the folder's names
 REPEATS = 4  # of the word that a shard is durable: the message, or the leader that heard it, may be lost
+
+_MANIFEST, _LEFT_OUT = -1, -2  # in the place of a rank, among problems
 
 Parts = dict[str, memoryview]  # of a shard, by name
 Place = Callable[[Mapping[str, int]], dict[str, memoryview]]
@@ -80,7 +83,6 @@ class CheckpointTier:
         self.root = root
         self.complete: Name | None = None  # newest manifest written or found here
         self.keeps_all = False  # delete nothing
-        self.problem = ""  # why the newest shard of this host is not in the folder
         self._store = store
         self._world_size = world_size
         self._log = log
@@ -88,6 +90,9 @@ class CheckpointTier:
         self._callbacks = callbacks
         self._begun: set[tuple[int, Name]] = set()
         self._writing: set[tuple[int, Name]] = set()
+        self._pace = Pace()
+        self._problems: dict[int, str] = {}  # rank -> why its newest shard is not in the folder
+        self._searches: dict[str, threading.Thread] = {}  # the newest of each kind
         self._shards: dict[Name, dict[int, Shard]] = {}
         self._being_completed: set[Name] = set()
         self._to_repeat: dict[int, tuple[Name, Shard, int]] = {}  # rank -> its newest shard, times left
@@ -106,16 +111,28 @@ class CheckpointTier:
             self._to_repeat[rank] = (name, shard, times - 1)
             self._callbacks.written(name, shard)
 
-    def save_periodic(self, ranks: Sequence[int], name: Name) -> None:
-        """`save`, unless the storage is so slow that the copies would fill the memory."""
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What keeps checkpoints from being complete, as far as this host knows."""
+        return tuple(dict.fromkeys(self._problems.values()))
+
+    def save_periodic(self, ranks: Sequence[int], name: Name, index: int) -> None:
+        """`save`, unless the storage is so slow that the copies would fill the memory.
+
+        Args:
+            ranks: of this host.
+            name: a committed step.
+            index: number of the checkpoint, equal on all hosts.
+        """
         waiting = sorted({each.step for _, each in self._writing})
-        if len(waiting) >= WRITES_AT_ONCE:
-            steps = " and ".join(map(str, waiting))
-            self._fail(
-                f"checkpoint of step {name.step} is left out: those of steps {steps} are still written"
-            )
-        else:
+        stride = self._pace.stride
+        self._pace, is_written = choose(self._pace, index, len(waiting))
+        if is_written:
             self.save(ranks, name)
+        elif self._pace.stride != stride:
+            steps = " and ".join(map(str, waiting))
+            text = f"checkpoint of step {name.step} is left out, steps {steps} are still being written"
+            self._fail(_LEFT_OUT, f"{text}; one in {self._pace.stride} is made from now on")
 
     def save(self, ranks: Sequence[int], name: Name) -> None:
         """Write the shards of `ranks` from the own banks that hold `name`; each at most once."""
@@ -148,31 +165,43 @@ class CheckpointTier:
     def is_durable(self, name: Name) -> bool:
         """Whether a complete checkpoint of `name`, or a newer one, is in the folder."""
         if self.complete is None or self.complete < name:
-            self.complete = find_durable(self.root, name) or self.complete
+            found: list[Name] = []
+
+            def look() -> None:
+                try:
+                    found.extend(filter(None, [find_durable(self.root, name)]))
+                except OSError as error:
+                    logger.warning("%s cannot be looked at: %s", self.root, error)
+
+            if self._search("checkpoint-durable", look, DURABLE_S) and found:
+                self.complete = found[0]
         return self.complete is not None and self.complete >= name
 
     def find(self) -> Name | None:
         """The newest complete checkpoint in the folder.
 
-        Of a folder that hangs, the newest that is known here: a recovery does not wait for it. `completed` is
-        called if it answers later.
+        Of a folder that hangs, the newest that is known here; `completed` is called if it answers later.
+
+        Raises:
+            SnapshotError: it does not answer, or cannot be read, and none is known here.
         """
         found: list[Name | None] = []
+        problems: list[OSError] = []
 
         def look() -> None:
             try:
                 manifest = latest_complete(self.root)
             except OSError as error:
-                logger.warning("%s cannot be searched for checkpoints: %s", self.root, error)
+                problems.append(error)
                 return
             found.append(None if manifest is None else manifest.name)
             self._post(self._on_found, found[0])
 
-        self._start(look, "checkpoint-find").join(FIND_S)
-        if found:
+        if self._search("checkpoint-find", look, FIND_S) and found:
             self.complete = found[0]
-        else:
-            logger.warning("%s does not answer: going on without what it holds", self.root)
+        elif self.complete is None:
+            why = str(problems[0]) if problems else "it does not answer"
+            raise SnapshotError(f"{self.root} cannot be searched for checkpoints: {why}")
         return self.complete
 
     def _on_found(self, name: Name | None) -> None:
@@ -218,8 +247,9 @@ class CheckpointTier:
         return bytes(found)
 
     def close(self) -> None:
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
         for thread in self._threads:
-            thread.join(JOIN_TIMEOUT_S)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _manifest(self, name: Name) -> Manifest:
         manifest = read_manifest(self.root, name)
@@ -232,6 +262,15 @@ class CheckpointTier:
             read_shard(self.root, self._manifest(name), rank, place)
         except OSError as error:
             raise SnapshotError(f"the shard of rank {rank} in {self.root} cannot be read: {error}") from error
+
+    def _search(self, name: str, look: Callable[[], None], limit_s: float) -> bool:
+        """Let a thread look into the folder; False if it takes longer, or the one before still hangs."""
+        before = self._searches.get(name)
+        if before is not None and before.is_alive():
+            return False
+        self._searches[name] = self._start(look, name)
+        self._searches[name].join(limit_s)
+        return not self._searches[name].is_alive()
 
     def _start(self, work: Callable[[], None], name: str) -> threading.Thread:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -250,8 +289,8 @@ class CheckpointTier:
         try:
             parts = copy()
             shard = write_shard(self.root, name, rank, parts, check_lease=self._check)
-        except (SnapshotError, OSError) as error:
-            self._post(self._on_not_written, rank, name, str(error))
+        except (SnapshotError, OSError, MemoryError) as error:
+            self._post(self._on_not_written, rank, name, str(error) or repr(error))
             return
         self._log.emit("checkpoint.written", rank=rank, step=name.step, bytes=shard.n_bytes)
         self._post(self._on_written, name, shard)
@@ -259,11 +298,14 @@ class CheckpointTier:
     def _on_not_written(self, rank: int, name: Name, why: str) -> None:
         self._writing.discard((rank, name))
         self._begun.discard((rank, name))  # it may be tried again
-        self._fail(f"checkpoint of step {name.step} was not written by rank {rank}: {why}")
+        self._fail(rank, f"checkpoint of step {name.step} was not written by rank {rank}: {why}")
 
     def _on_written(self, name: Name, shard: Shard) -> None:
         self._writing.discard((shard.rank, name))
-        self.problem = ""
+        for each in (shard.rank, _MANIFEST):
+            self._problems.pop(each, None)
+        if self._pace.stride == 1:
+            self._problems.pop(_LEFT_OUT, None)
         self._to_repeat[shard.rank] = (name, shard, REPEATS)
         self._repeat_at_s = time.monotonic() + REPEAT_S
         self._callbacks.written(name, shard)
@@ -311,15 +353,16 @@ class CheckpointTier:
 
     def _on_not_complete(self, name: Name, why: str) -> None:
         self._being_completed.discard(name)
-        self._fail(f"checkpoint of step {name.step} is not complete: {why}")
+        self._fail(_MANIFEST, f"checkpoint of step {name.step} is not complete: {why}")
 
-    def _fail(self, problem: str) -> None:
-        self.problem = problem
+    def _fail(self, rank: int, problem: str) -> None:
+        self._problems[rank] = problem
         logger.warning("%s", problem)
 
     def _note_complete(self, name: Name) -> None:
         self.complete = name
         self._being_completed.discard(name)
+        self._problems.pop(_MANIFEST, None)
         self._begun = {(rank, begun) for rank, begun in self._begun if begun > name}
         self._shards = {begun: shards for begun, shards in self._shards.items() if begun > name}
         self._callbacks.completed(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 from deadpool.core.types import Fault, FaultKind, MemberId
@@ -81,7 +80,7 @@ class FaultReports:
 
     def bad_input(self, rank: int, text: str) -> None:
         """This agent found what the user has to mend. The View's reason has one line; here all are shown."""
-        print(f"deadpool: rank {rank}: {text}", file=sys.stderr, flush=True)
+        self._parts.log.say(f"deadpool: rank {rank}: {text}")
         self.report(FaultKind.BAD_INPUT, (rank,), text, 0)
 
     def not_rebuilt(self, worker: Worker, why: str, unreached: tuple[int, ...]) -> None:
@@ -123,6 +122,6 @@ class FaultReports:
     def _report_raised(self, rank: int, message: Raised, kind: FaultKind) -> None:
         if kind is not FaultKind.COLLECTIVE:
             self._errors.add(rank)
-            print(f"[rank {rank}] {message.traceback}", file=sys.stderr, flush=True)
+            self._parts.log.say(f"[rank {rank}] {message.traceback}")
         detail = message.text if kind is FaultKind.COLLECTIVE else message.traceback
         self.report(kind, (rank,), detail, message.step)

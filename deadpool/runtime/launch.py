@@ -132,6 +132,8 @@ class StandaloneRun:
                 failed = [code for code in codes if code is not None and code > 0]
                 if failed:
                     return Outcome(exit_code=failed[0], reason="every host ended; see above")
+                if codes == {0}:  # the run folder took no result.json
+                    return Outcome(exit_code=0, reason="every host ended in order")
                 return Outcome(
                     exit_code=int(ExitCode.STATE_LOST),
                     reason="every host of the job was killed; no copy is left",

@@ -6,6 +6,7 @@ store says, so that no decision lives on that was not published.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from deadpool.config import Config
 from deadpool.core import membership
 from deadpool.core.silence import Silences
 from deadpool.core.types import MemberId, Name, Phase, View
-from deadpool.errors import LeaseLost, StoreUnavailable
+from deadpool.errors import LeaseLost, SnapshotError, StoreUnavailable
 from deadpool.events import EventLog
 from deadpool.membership.records import Term
 from deadpool.membership.registry import Registry
@@ -22,6 +23,8 @@ from deadpool.runtime.growth import Growth
 from deadpool.runtime.leader import Leader, LeadershipLost
 from deadpool.runtime.messages import Silent
 from deadpool.runtime.writer import RegistryWriter
+
+logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 
@@ -161,9 +164,23 @@ class Leadership:
         self.leader_id = self._member
         self._log.emit("leader.elected", term=term)
         quarantined = tuple(each.host for each in self._registry.quarantined())
-        leader.start(
-            self._registry.members(), quarantined, self._find_checkpoint(), self._ran_with, self._stopped_s
-        )
+        checkpoint = self._newest_checkpoint()
+        leader.start(self._registry.members(), quarantined, checkpoint, self._ran_with, self._stopped_s)
+
+    def _newest_checkpoint(self) -> Name | None:
+        """What a job would begin from, or go back to if its memory copies are lost.
+
+        Raises:
+            LeadershipLost: that is not known: a job that forms now would begin anew, so it is asked again.
+        """
+        try:
+            return self._find_checkpoint()
+        except SnapshotError as error:
+            if not self._ran_with:
+                logger.warning("the job cannot begin yet: %s", error)
+                raise LeadershipLost(str(error)) from error
+            logger.warning("the recovery goes on without checkpoints: %s", error)
+            return None
 
     def _drop(self, why: str) -> None:
         if self.leader is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable
 
@@ -94,7 +93,7 @@ class OnceAreas:
         except ConfigError as error:
             return "\n".join(error.problems)
         if rank % n_ranks == 0:
-            print(f"deadpool: {report}", file=sys.stderr, flush=True)
+            self._parts.log.say(f"deadpool: {report}")
         return ""
 
     def segment_for(self, rank: int, area: bytes) -> Segment:

@@ -14,7 +14,7 @@ class ProtectionLog:
     Args:
         log: event log.
         checkpoint_every: steps between checkpoints; 0: none.
-        save: writes a checkpoint of a committed step.
+        save: writes a checkpoint of a committed step; gets its number, too.
         generation: the generation this agent is in.
     """
 
@@ -22,7 +22,7 @@ class ProtectionLog:
         self,
         log: EventLog,
         checkpoint_every: int,
-        save: Callable[[Name], None],
+        save: Callable[[Name, int], None],
         generation: Callable[[], int],
     ) -> None:
         self.degraded: tuple[str, ...] = ()  # reasons since the last committed step
@@ -46,7 +46,7 @@ class ProtectionLog:
             self._log.emit("snapshot.protected", generation=self._generation(), step=name.step)
         if self._every and name.step // self._every > self._saved_step // self._every:
             self._saved_step = name.step
-            self._save(name)
+            self._save(name, name.step // self._every)
 
     def refused(self, rank: int, step: int, why: str, is_lasting: bool) -> None:
         """A named step will not be committed. Usual while steps are shorter than replication, if it passes.

@@ -54,7 +54,7 @@ def describe(agent: Agent) -> AgentStatus:
             age_s=time.monotonic() - protection.protected_since_s,
         ),
         replication_factor=agent.config.store.replication_factor,
-        degraded=(*agent.protection_log.degraded, *filter(None, [agent.checkpoints.problem])),
+        degraded=(*agent.protection_log.degraded, *agent.checkpoints.problems),
         memory_bytes=agent.memory.memory_bytes(),
         bytes_sent=agent.servers.bytes_sent,
     )

@@ -41,7 +41,7 @@ class LongWaits:
             return
         self._next_s = now_s + SAY_AGAIN_S
         what = self._describe(view, n_members)
-        if late_hosts:
+        if what and late_hosts:
             what += f"; it waits for {listed(late_hosts)}"
         if what:
             seconds = now_s - self._since_s

@@ -94,6 +94,7 @@ def test_a_missing_program_is_named() -> None:
         (None, {"n1": 5, "n2": 5}, 5),
         (None, {"n1": 2, "n2": 5}, 2),
         (None, {"n1": 137}, 137),
+        (None, {"n1": 0, "n2": 0}, 0),  # the run folder took no result
         (None, {}, 4),
     ],
 )

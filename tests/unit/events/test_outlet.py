@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,3 +114,49 @@ def test_events_reach_the_file_and_the_console_once_their_readers_go_on(
     assert [event["step"] for event in read_events(copy)] == list(range(count))
     assert len(shown.written) == count
     assert log.lost_lines == 0
+
+
+END = """
+import os, sys
+from pathlib import Path
+from deadpool.events import EventLog
+from deadpool.outlet import end_process
+log = EventLog(None, "run", "h0", console=lambda line: print(line, file=sys.stderr, flush=True))
+print("something that waits in a buffer")
+for step in range(int(sys.argv[1])):
+    log.emit("snapshot.protected", step=step)
+log.close()
+end_process(143)
+"""
+
+
+def end_with(output: int, count: int) -> int:
+    """Exit code of a process that says so many lines into this descriptor and ends with 143."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", END, str(count)]
+    return subprocess.run(command, stdout=output, stderr=output, env=environment, timeout=50).returncode
+
+
+def test_a_full_disk_behind_the_output_does_not_change_the_exit_code() -> None:
+    with open("/dev/full", "wb") as full:
+        assert end_with(full.fileno(), 3) == 143
+
+
+def test_output_that_nobody_reads_does_not_keep_a_process_from_ending() -> None:
+    read_fd, write_fd = os.pipe()
+    try:
+        assert end_with(write_fd, 5000) == 143  # several times what a pipe holds
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)
+
+
+def test_a_write_that_fails_keeps_no_other_back(outlet: Outlet, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ValueError("closed")
+
+    written: list[int] = []
+    outlet.do(fail)
+    outlet.do(lambda: written.append(1))
+    assert written == [1]
+    assert "a write of test failed" in caplog.text

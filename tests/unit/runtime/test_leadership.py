@@ -11,6 +11,7 @@ import pytest
 
 from deadpool.config import Config, JobConfig, MembershipConfig
 from deadpool.core.types import Ack, MemberId, Name, Phase, Source
+from deadpool.errors import SnapshotError
 from deadpool.events import EventLog
 from deadpool.membership.memory import MemoryStore
 from deadpool.membership.records import LeaderGone, LeaderPut, RegistryEvent
@@ -30,6 +31,12 @@ class Candidate:
     store: MemoryStore
     leadership: Leadership
     checkpoint: Name | None = None
+    is_folder_silent: bool = False
+
+    def find_checkpoint(self) -> Name | None:
+        if self.is_folder_silent:
+            raise SnapshotError("it does not answer")
+        return self.checkpoint
 
     def leads(self) -> bool:
         return self.leadership.leader is not None
@@ -92,7 +99,7 @@ def _candidate(id: MemberId, job: Job, writer: RegistryWriter, log: EventLog) ->
             config,
             log,
             query_stall=lambda generation: None,
-            find_checkpoint=lambda: candidate.checkpoint,
+            find_checkpoint=lambda: candidate.find_checkpoint(),
         ),
     )
     return candidate
@@ -146,6 +153,28 @@ def test_the_first_leader_begins_from_the_checkpoint_that_is_there(job: Job, a: 
     a.checkpoint = Name(step=40, generation=3)
     a.tick()
     assert (job.view().rollback, job.view().source) == (Name(step=40, generation=3), Source.CHECKPOINT)
+
+
+def test_a_job_does_not_begin_anew_because_the_folder_of_its_checkpoints_is_silent(
+    job: Job, a: Candidate
+) -> None:
+    a.checkpoint, a.is_folder_silent = Name(step=40, generation=3), True
+    a.tick()
+    assert not a.leads()
+    assert job.registry.view()[0] is None
+    a.is_folder_silent = False
+    a.tick_until_leading()
+    assert job.view().rollback == Name(step=40, generation=3)
+
+
+def test_a_recovery_does_not_wait_for_a_silent_folder(job: Job, a: Candidate, c: Candidate) -> None:
+    a.tick()
+    _run(job, a)
+    c.leadership.on_view(job.view())
+    job.store.lease_revoke(job.leases["a"].id)
+    c.is_folder_silent = True
+    c.tick()
+    assert c.leads()
 
 
 def test_a_leader_that_loses_the_store_stops_and_leads_again_when_it_is_back(

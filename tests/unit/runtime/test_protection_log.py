@@ -25,10 +25,10 @@ class Said:
 
     def __init__(self, path: Path) -> None:
         self.lines: list[str] = []
-        self.saved: list[Name] = []
+        self.saved: list[tuple[Name, int]] = []
         self._path = path
         self.events = EventLog(path, "run", "test", console=self.lines.append, strict=True)
-        self.log = ProtectionLog(self.events, 10, self.saved.append, lambda: 3)
+        self.log = ProtectionLog(self.events, 10, lambda *what: self.saved.append(what), lambda: 3)
 
     def named(self, name: str) -> list[dict[str, Any]]:
         return read_events(self._path, name)
@@ -116,4 +116,4 @@ def test_a_host_that_has_told_the_cause_does_not_tell_the_age_as_well(said: Said
 def test_a_committed_step_is_saved_once_for_each_interval_of_checkpoints(said: Said) -> None:
     for step in (3, 11, 14, 20):
         said.log.committed(named(step))
-    assert said.saved == [named(11), named(20)]
+    assert said.saved == [(named(11), 1), (named(20), 2)]
