@@ -360,7 +360,7 @@ class Agent:
         if self._has_servers:
             self.peers.close()
         if self.is_member:
-            self.checkpoints.close()
+            self.checkpoints.close(is_late=self.ending.is_flushing)  # it has had its time then
         self.leadership.close()
         self.workforce.stop_all(STOP_WORKERS_S)
         if self._has_servers:

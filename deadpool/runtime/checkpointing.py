@@ -37,7 +37,8 @@ from deadpool.store.segment import Segment, SegmentKind
 
 logger = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 10.0
+JOIN_TIMEOUT_S = 30.0  # of all writes together: the last checkpoint may still be on its way
+LATE_JOIN_S = 1.0
 FIND_S = 20.0  # 10,000 shards are opened in a few seconds
 REPEAT_S = 5.0
 DURABLE_S = 0.5  # a look at the folder's names
@@ -93,6 +94,7 @@ class CheckpointTier:
         self._pace = Pace()
         self._problems: dict[int, str] = {}  # rank -> why its newest shard is not in the folder
         self._searches: dict[str, threading.Thread] = {}  # the newest of each kind
+        self._seen: Name | None = None  # the newest one with a manifest that a look has found
         self._shards: dict[Name, dict[int, Shard]] = {}
         self._being_completed: set[Name] = set()
         self._to_repeat: dict[int, tuple[Name, Shard, int]] = {}  # rank -> its newest shard, times left
@@ -165,16 +167,9 @@ class CheckpointTier:
     def is_durable(self, name: Name) -> bool:
         """Whether a complete checkpoint of `name`, or a newer one, is in the folder."""
         if self.complete is None or self.complete < name:
-            found: list[Name] = []
-
-            def look() -> None:
-                try:
-                    found.extend(filter(None, [find_durable(self.root, name)]))
-                except OSError as error:
-                    logger.warning("%s cannot be looked at: %s", self.root, error)
-
-            if self._search("checkpoint-durable", look, DURABLE_S) and found:
-                self.complete = found[0]
+            self._search("checkpoint-durable", partial(self._look_for, name), DURABLE_S)
+            if self._seen is not None and (self.complete is None or self._seen > self.complete):
+                self.complete = self._seen
         return self.complete is not None and self.complete >= name
 
     def find(self) -> Name | None:
@@ -246,8 +241,9 @@ class CheckpointTier:
         self._read(name, rank, place)
         return bytes(found)
 
-    def close(self) -> None:
-        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+    def close(self, *, is_late: bool = False) -> None:
+        """Let what is being written be finished, for JOIN_TIMEOUT_S at most; if `is_late`, a moment."""
+        deadline_s = time.monotonic() + (LATE_JOIN_S if is_late else JOIN_TIMEOUT_S)
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
@@ -262,6 +258,13 @@ class CheckpointTier:
             read_shard(self.root, self._manifest(name), rank, place)
         except OSError as error:
             raise SnapshotError(f"the shard of rank {rank} in {self.root} cannot be read: {error}") from error
+
+    def _look_for(self, name: Name) -> None:
+        """Thread: an answer that comes late is found by the next `is_durable`."""
+        try:
+            self._seen = find_durable(self.root, name) or self._seen
+        except OSError as error:
+            logger.warning("%s cannot be looked at: %s", self.root, error)
 
     def _search(self, name: str, look: Callable[[], None], limit_s: float) -> bool:
         """Let a thread look into the folder; False if it takes longer, or the one before still hangs."""

@@ -19,7 +19,7 @@ from deadpool.runtime.once import OnceArea
 from deadpool.store.checkpoint import Shard, complete_manifests, folder_of
 from deadpool.store.host_memory import HostMemoryStore
 from deadpool.store.segment import BankState, Segment
-from tests.unit.runtime.support import LAYOUT, WAIT_S, Loop, fill, open_log, read_events
+from tests.unit.runtime.support import LAYOUT, WAIT_S, Loop, fill, open_log, read_events, wait_until
 
 FIVE = Name(step=5, generation=1)
 NINE = Name(step=9, generation=1)
@@ -268,6 +268,14 @@ def test_a_folder_that_hangs_is_not_waited_for_and_heard_when_it_answers(
     (hanging / "manifest.json").write_text("no manifest")  # both go on
     job.loop.run_until(lambda: job.hosts[1].completed == [FIVE], "the answer")
     assert job.leader.completed == [FIVE]
+
+
+def test_a_look_that_takes_longer_than_it_is_waited_for_counts_the_next_time(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "DURABLE_S", 0.0)
+    job.save(FIVE)
+    wait_until(lambda: job.hosts[1].tier.is_durable(FIVE), "the answer of an earlier look")
 
 
 def test_a_capture_may_overwrite_the_bank_as_soon_as_it_is_copied(job: Job) -> None:
