@@ -31,7 +31,7 @@ DEADLINE_S = 2.4  # the command itself answers within 3 s, start included
 _STORE_TIMEOUT_S = 1.4  # etcd's share of the deadline: agents that only it knows are asked after it
 _LAST_ANSWERS_S = 0.7  # left for agents that only etcd knew: measured for 1,250 that answer in 5 ms
 _FEW_ANSWERS_S = 0.3  # the same where the run folder has named most of them
-_FOLDER_S = 0.3  # for a run folder, which may hang
+_FOLDER_S = 0.3  # for a run folder, which may hang, to say where agents are
 _REASON_MARGIN_S = 0.4  # so that the store's own reason arrives before we give up on it
 
 T = TypeVar("T")
@@ -81,6 +81,7 @@ def gather_status(job: JobFile) -> tuple[JobStatus, str]:
     deadline_s = time.monotonic() + DEADLINE_S
     inquiry = Inquiry(deadline_s)
     folder = _Question(partial(read_agents, Path(job.run_dir)))
+    ended = _Question(partial(_result, job))
     members = {agent.address: agent.member for agent in folder.wait(time.monotonic() + _FOLDER_S) or ()}
     if job.token:  # agents do not answer without it
         inquiry.ask(members, job.token)
@@ -97,7 +98,7 @@ def gather_status(job: JobFile) -> tuple[JobStatus, str]:
     members.update(registered)
     agents = {reply.member: reply for reply in inquiry.answers()}
     asked = {members[address] for address in list(inquiry.asked)} | agents.keys()
-    result = _Question(partial(_result, job)).wait(time.monotonic() + _FOLDER_S)
+    result = ended.wait(deadline_s)
     if result is not None and not agents and not answer.members:
         return ended_status(job.job_id, result), ""
     problem = ""

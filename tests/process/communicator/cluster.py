@@ -10,7 +10,6 @@ import signal
 import socket
 import struct
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import connection, reduction
@@ -252,12 +251,6 @@ def run_all(scenario: Scenario, world_size: int, timeout_s: float = START_S) -> 
         results = [worker.wait("result", timeout_s) for worker in workers]
         assert [worker.exit_code() for worker in workers] == [0] * world_size
     return results
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    started = time.monotonic()
-    call()
-    return time.monotonic() - started
 
 
 def all_reduce_value(value: float, group: dist.ProcessGroup | None = None) -> float:

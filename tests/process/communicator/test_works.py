@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from deadpool.communicator.extension import native
 from deadpool.errors import CollectiveAborted
 from tests.process.communicator.cluster import (
+    EVENT_S,
     START_S,
     Cluster,
     Seat,
@@ -69,7 +70,8 @@ def fail_inside_backward(seat: Seat) -> str:
     before = issued()
 
     def close_in_flight() -> None:
-        while issued() == before:
+        deadline_s = time.monotonic() + EVENT_S
+        while issued() == before and time.monotonic() < deadline_s:
             time.sleep(0.01)
         communicators.close(1)
 
